@@ -38,20 +38,6 @@ def siege(result: Result) -> str:
     return "\n\n".join((about, markdown(head, rows), _memory(seen), _outcomes(seen["outcomes"])))
 
 
-def siege_memory(result: Result) -> str:
-    """Of a siege on a machine that did other work at the same time: what the processes held."""
-    seen = result.figures
-    besieged = seen["honest streams besieged"]
-    about = (
-        f"{seen['hostile requests']:,} hostile requests in {besieged['seconds']:.0f} s; of "
-        f"{besieged['answers'] + besieged['wrong or failed']:,} honest calls "
-        f"{besieged['wrong or failed']} were refused or failed. The same processes throughout: "
-        f"{'yes' if seen['same processes'] else 'no'}; blocks held at the end: "
-        f"{seen['blocks held at the end']}."
-    )
-    return "\n\n".join((about, _memory(seen)))
-
-
 def grpc_resets(result: Result) -> str:
     """Memory of two gRPC servers after equal numbers of calls that were reset."""
     servers = result.figures["servers"]
