@@ -180,12 +180,13 @@ def calibrate(
 def _run(rounds: Rounds, plan: CalibrationPlan, windows: Sequence[Sequence[int]]) -> ExpertCounts:
     config = ModelConfig.from_pretrained(plan.written.source)
     config = dataclasses.replace(config, dtype="fp32")
-    calibrator = LayerCalibrator(config, rounds, WindowRunner(config, len(windows[0])))
     states = _embedded(rounds.tensors, config, windows)
+    runner = WindowRunner(config, len(windows[0]))
+    calibrator = LayerCalibrator(config, rounds, runner, states)
     for index in range(config.num_layers):
-        calibrator.layer(index, states)
+        calibrator.layer(index)
     if "lm_head" in plan.specs:
-        calibrator.head(states)
+        calibrator.head()
     return calibrator.experts
 
 

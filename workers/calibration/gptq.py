@@ -3,11 +3,15 @@
 The inputs of a linear layer over some text have the second moments H = X'X. The columns of its
 weight are rounded one after another; the error of each is made up for by the columns that follow,
 as far as H says that they carry the same information.
+
+X comes from layers that are rounded already, and the output wanted is that of the exact inputs E.
+Least squares split: |WE' - QX'|^2 = |(W* - Q) X'|^2 + what no Q changes, with W* = W E'X H^-1. So
+W* is rounded in place of W ("asymmetric calibration" in GPTAQ, Li et al. 2025).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,28 +27,57 @@ DAMPING = 0.01
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
     """What is known of a linear layer's K inputs: `moments` [K, K], the sum of x x' over
-    `num_tokens` tokens, fp32 or fp64."""
+    `num_tokens` tokens, fp32 or fp64. `cross` [K, K]: the sum of e x', where e is the unrounded
+    model's input for the same token; None: it is not known."""
 
     moments: Tensor
     num_tokens: int
+    cross: Tensor | None = None
 
     @classmethod
     def of(cls, width: int) -> Inputs:
         """Of none yet."""
         return cls(torch.zeros(width, width), 0)
 
-    def with_rows(self, x: Tensor) -> Inputs:
-        """And the rows of `x` fp32 [T, K]; the matrix is the same, and changes."""
-        return Inputs(self.moments.addmm_(x.T, x), self.num_tokens + len(x))
+    def with_rows(self, x: Tensor, exact: Tensor | None = None) -> Inputs:
+        """And the rows of `x` fp32 [T, K], with the unrounded model's for all rows or none; the
+        matrices are the same, and change."""
+        cross = self.cross
+        if exact is not None:
+            cross = torch.zeros_like(self.moments) if cross is None else cross
+            cross.addmm_(exact.T, x)
+        return Inputs(self.moments.addmm_(x.T, x), self.num_tokens + len(x), cross)
+
+    def scaled(self, scales: Tensor) -> Inputs:
+        """Of inputs that are divided by `scales` [K]."""
+        cross = None if self.cross is None else self.cross / scales[:, None] / scales
+        return Inputs(self.moments / scales[:, None] / scales, self.num_tokens, cross)
 
 
-def moments(rows: Iterable[Tensor]) -> Inputs:
-    """Of all the `rows`, [T, K] each, at least one."""
+def moments(rows: Iterable[Sequence[Tensor]]) -> Inputs:
+    """Of all the `rows`, [T, K] each, at least one; of each the unrounded model's may follow."""
     inputs = None
     for x in rows:
-        inputs = (inputs or Inputs.of(x.shape[1])).with_rows(x)
+        inputs = (inputs or Inputs.of(x[0].shape[1])).with_rows(*x)
     assert inputs is not None
     return inputs
+
+
+def corrected(weight: Tensor, inputs: Inputs, damping: float = DAMPING) -> Tensor:
+    """`weight` fp32 [N, K] changed so that it makes of the inputs, as nearly as it can, what it
+    made of the unrounded model's.
+
+    Directions in which the text has no inputs stay as they are, by the damping.
+    """
+    if inputs.cross is None:
+        return weight
+    h = inputs.moments.to(torch.float64, copy=True)
+    cross = inputs.cross.to(torch.float64, copy=True)
+    extra = _extra(h, damping)
+    h.diagonal().add_(extra)
+    cross.diagonal().add_(extra)
+    factor = torch.linalg.cholesky(h)
+    return torch.cholesky_solve(cross.T @ weight.double().T, factor).T.float()
 
 
 def inverse_factor(moments: Tensor, damping: float = DAMPING) -> Tensor:
@@ -52,14 +85,18 @@ def inverse_factor(moments: Tensor, damping: float = DAMPING) -> Tensor:
 
     An input that was always 0 depends on no other and no other on it.
     """
-    damped = moments.double()
-    extra = damping * damped.diagonal().mean()
-    damped.diagonal().add_(extra if extra > 0 else 1.0)
+    damped = moments.to(torch.float64, copy=True)
+    damped.diagonal().add_(_extra(damped, damping))
     # H = R R' with R upper triangular is the Cholesky factor of H turned by 180 degrees.
     lower = torch.linalg.cholesky(damped.flip(0, 1))
     identity = torch.eye(len(damped), dtype=torch.float64)
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     return inverse.flip(0, 1)
+
+
+def _extra(moments: Tensor, damping: float) -> float:
+    """What is added to each of the `moments`' diagonal; 1 where the inputs were always 0."""
+    return float(damping * moments.diagonal().mean()) or 1.0
 
 
 def compensate(weight: Tensor, factor: Tensor, spec: GridSpec) -> Codes:

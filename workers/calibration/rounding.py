@@ -19,6 +19,7 @@ from penstock.workers.calibration.gptq import (
     Inputs,
     compensate,
     compensate_in_order,
+    corrected,
     inverse_factor,
 )
 from penstock.workers.calibration.scaling import choose_scales, fold
@@ -47,6 +48,10 @@ class Recipe:
     def scales_channels(self) -> bool:
         return self.method in ("awq", "awq-gptq")
 
+    @property
+    def compensates(self) -> bool:
+        return self.method in ("gptq", "awq-gptq")
+
 
 class Rounder:
     """Rounds weights of `tensors` by `recipe` into `spool`; `specs`: the grid of each module whose
@@ -67,6 +72,10 @@ class Rounder:
         self.tensors = tensors
         self.spool = spool
         self.on_weights = on_weights
+
+    @property
+    def needs_exact(self) -> bool:
+        return self.recipe.compensates
 
     def needs_inputs(self, modules: Sequence[str]) -> bool:
         return self.recipe.method != "nearest" and any(module in self.specs for module in modules)
@@ -109,10 +118,10 @@ class Rounder:
     ) -> dict[str, Codes]:
         """All rows at once: they share the scales and the walk over the columns."""
         recipe, spec = self.recipe, self.specs[next(iter(raw))]
-        weight, moments = torch.cat(list(raw.values())), inputs.moments
-        squares, factor = moments.diagonal().float(), None
-        if recipe.method != "awq":
-            factor = inverse_factor(moments, recipe.damping)
+        weight, factor = torch.cat(list(raw.values())), None
+        squares = inputs.moments.diagonal().float()
+        if recipe.compensates:
+            factor = inverse_factor(inputs.moments, recipe.damping)
         if recipe.scales_channels and norm is not None:
             # What an error of a column costs; with GPTQ, what later columns cannot make up for.
             costs = squares if factor is None else factor.diagonal().float().pow(-2)
@@ -123,15 +132,16 @@ class Rounder:
                 self.tensors.replaced[norm] = divided.float()
                 self.spool.put(norm, divided)
                 weight = weight * scales
-                moments = moments / scales[:, None] / scales
-                squares = squares / scales.square()
+                inputs, squares = inputs.scaled(scales), squares / scales.square()
                 factor = None if factor is None else factor * scales
         if factor is None:
             whole = round_weight(weight, squares, spec)
-        elif recipe.act_order:
-            whole = compensate_in_order(weight, moments, spec, recipe.damping)
         else:
-            whole = compensate(weight, factor, spec)
+            weight = corrected(weight, inputs, recipe.damping)
+            if recipe.act_order:
+                whole = compensate_in_order(weight, inputs.moments, spec, recipe.damping)
+            else:
+                whole = compensate(weight, factor, spec)
         return whole.split([len(each) for each in raw.values()], raw)
 
     def _round_wide(self, module: str) -> None:

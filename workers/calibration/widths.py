@@ -40,6 +40,8 @@ class PartError:
 class ErrorMeter:
     """Stands where a Rounder does, rounds nothing, and measures."""
 
+    needs_exact = False  # nothing is rounded before
+
     def __init__(
         self,
         specs: Mapping[str, GridSpec],

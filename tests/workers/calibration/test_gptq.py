@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.workers.calibration.gptq import (
     compensate,
     compensate_in_order,
+    corrected,
     inverse_factor,
     moments,
 )
@@ -82,7 +83,7 @@ def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 def test_it_is_the_dense_definition(spec: GridSpec):
     """Up to a rare weight between two codes, where fp32 and fp64 may part."""
     weight, x = layer()
-    found = compensate(weight, inverse_factor(moments([x]).moments), spec).values()
+    found = compensate(weight, inverse_factor(moments([(x,)]).moments), spec).values()
     expected = dense(weight, damped(x), spec)
     same = torch.isclose(found, expected, atol=1e-6).float().mean()
     assert same > 0.98
@@ -95,7 +96,7 @@ def test_order_of_activations_is_the_dense_definition_in_that_order():
     weight, x = layer(seed=1)
     spec = GRIDS[2]
     order = x.square().sum(0).argsort(descending=True).tolist()
-    found = compensate_in_order(weight, moments([x]).moments, spec).values()
+    found = compensate_in_order(weight, moments([(x,)]).moments, spec).values()
     expected = dense(weight, damped(x), spec, order)
     assert torch.isclose(found, expected, atol=1e-6).float().mean() > 0.98
 
@@ -109,7 +110,7 @@ def test_outputs_are_closer_than_by_plain_rounding(spec: GridSpec, width: int):
     weight, x = layer(width, seed=2)
     text, other = x[:400], x[400:]
     plain = round_weight(weight, None, spec).values()
-    found = moments([text[:100], text[100:]])
+    found = moments([(text[:100],), (text[100:],)])
     assert found.num_tokens == 400
     for rounded in (
         compensate(weight, inverse_factor(found.moments), spec),
@@ -125,7 +126,7 @@ def test_inputs_that_were_never_there_are_rounded_plainly():
     weight, x = layer(64)
     x[:, 32:] = 0
     spec = GridSpec(32, True, torch.float16)
-    found = compensate(weight, inverse_factor(moments([x]).moments), spec).values()
+    found = compensate(weight, inverse_factor(moments([(x,)]).moments), spec).values()
     plain = round_weight(weight, None, spec).values()
     assert torch.equal(found[:, 32:], plain[:, 32:])
     nothing = compensate(weight, inverse_factor(torch.zeros(64, 64)), spec).values()
@@ -134,8 +135,50 @@ def test_inputs_that_were_never_there_are_rounded_plainly():
 
 def test_the_factor_is_that_of_the_inverse():
     _, x = layer(48)
-    h = moments([x]).moments
+    h = moments([(x,)]).moments
     factor = inverse_factor(h, 0.05)
     assert torch.equal(factor, factor.triu())
     expected = torch.linalg.inv(damped(x, 0.05))
     torch.testing.assert_close(factor.T @ factor, expected, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("damping", [0.01, 0.3])
+@pytest.mark.parametrize("num_tokens", [512, 40])
+def test_the_corrected_weight_solves_least_squares(num_tokens: int, damping: float):
+    """|W E' - Q X'|^2 + extra |Q - W|^2 is least; 40 tokens say nothing of most directions."""
+    weight, exact = layer(96, seed=3)
+    exact = exact[:num_tokens]
+    generator = torch.Generator().manual_seed(7)
+    x = exact + 0.2 * exact.std(0) * torch.randn(exact.shape, generator=generator)
+    found = corrected(weight, moments([(x[:30], exact[:30]), (x[30:], exact[30:])]), damping)
+    extra = float(damping * x.square().sum(0).mean())
+    left = torch.cat([x.double(), extra**0.5 * torch.eye(96, dtype=torch.float64)])
+    right = torch.cat([exact @ weight.T, extra**0.5 * weight.T]).double()
+    expected = torch.linalg.lstsq(left, right).solution.T.float()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    if damping == 0.01:
+        assert output_error_of(exact, x, weight, found) < output_error_of(exact, x, weight, weight)
+
+
+def output_error_of(exact: Tensor, x: Tensor, weight: Tensor, rounded: Tensor) -> float:
+    return float((exact @ weight.T - x @ rounded.T).square().sum())
+
+
+def test_equal_inputs_correct_nothing():
+    weight, x = layer(64, seed=4)
+    assert corrected(weight, moments([(x,)])) is weight  # nothing is known of the exact ones
+    torch.testing.assert_close(corrected(weight, moments([(x, x)])), weight)
+    zeros = torch.zeros(3, 64)
+    torch.testing.assert_close(corrected(weight, moments([(zeros, zeros)])), weight)
+
+
+def test_a_correction_is_the_same_behind_channel_scales():
+    """Inputs that the norm divides by scales, and columns multiplied with them: up to the damping,
+    which is a share of the mean."""
+    weight, exact = layer(48, seed=5)
+    generator = torch.Generator().manual_seed(8)
+    x = exact + 0.1 * exact.std(0) * torch.randn(exact.shape, generator=generator)
+    scales = torch.exp(torch.randn(48, generator=generator))
+    plain = corrected(weight, moments([(x, exact)]), 1e-9)
+    found = corrected(weight * scales, moments([(x, exact)]).scaled(scales), 1e-9)
+    torch.testing.assert_close(found / scales, plain, rtol=1e-2, atol=1e-3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.workers.calibration import layers
 from penstock.workers.calibration.gptq import Inputs
 from penstock.workers.calibration.layers import LayerCalibrator
 from penstock.workers.calibration.scaling import fold
@@ -40,10 +41,12 @@ def texts(count: int = 3) -> Tensor:
 
 
 class Watch:
-    """Rounds nothing; keeps the moments of each module's inputs."""
+    """Keeps the moments of each module's inputs, and rounds nothing, or each weight to `coarse`."""
 
-    def __init__(self, tensors: ReplacedWeights):
+    def __init__(self, tensors: ReplacedWeights, needs_exact: bool = False, coarse: float = 0.0):
         self.tensors = tensors
+        self.needs_exact = needs_exact
+        self.coarse = coarse
         self.found: dict[str, Inputs] = {}
 
     def needs_inputs(self, modules: Sequence[str]) -> bool:
@@ -55,16 +58,14 @@ class Watch:
         for module in modules:
             if inputs is not None:
                 self.found[module] = inputs
+            if self.coarse:
+                weight = self.tensors.stored(f"{module}.weight")
+                coarse = (weight / self.coarse).round() * self.coarse
+                self.tensors.replaced[f"{module}.weight"] = coarse
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "llama-bias", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen2_moe-normed",
-     "qwen3_moe", "olmoe-clip"],
-)  # fmt: skip
-def test_inputs_are_those_of_transformers(name: str):
-    """Of every linear layer that it has as a module; the layers behind experts show theirs."""
-    ids = texts()
+def inputs_of_transformers(name: str, ids: Tensor) -> dict[str, Tensor]:
+    """The inputs [T, K] of every linear layer that its model has as a module."""
     expected: dict[str, Tensor] = {}
     model = random_model(*ALL[name])
     for path, module in model.named_modules():
@@ -74,16 +75,32 @@ def test_inputs_are_those_of_transformers(name: str):
             )
     with torch.inference_mode():
         model(ids, use_cache=False)
-    folder = make_checkpoint(name)
-    config, watch = config_of(folder), Watch(opened(folder))
-    calibrator = LayerCalibrator(config, watch, WindowRunner(config, LENGTH))
+    return {path: x for path, x in expected.items() if path.split(".")[-1] != "gate"
+            and not path.endswith("shared_expert_gate")}  # fmt: skip
+
+
+def calibrated(name: str, ids: Tensor, watch: Watch) -> LayerCalibrator:
+    """After all layers."""
+    config = config_of(make_checkpoint(name))
     table = watch.tensors.stored("model.embed_tokens.weight")
     states = [table[row] for row in ids]
+    calibrator = LayerCalibrator(config, watch, WindowRunner(config, LENGTH), states)
     for index in range(config.num_layers):
-        calibrator.layer(index, states)
-    compared = {
-        path for path in expected if "gate" not in path.split(".")[-1] or "gate_proj" in path
-    }
+        calibrator.layer(index)
+    return calibrator
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-bias", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen2_moe-normed",
+     "qwen3_moe", "olmoe-clip"],
+)  # fmt: skip
+def test_inputs_are_those_of_transformers(name: str):
+    """The layers behind experts show what these give."""
+    ids, watch = texts(), Watch(opened(make_checkpoint(name)))
+    compared = expected = inputs_of_transformers(name, ids)
+    calibrator = calibrated(name, ids, watch)
+    config = calibrator.config
     assert len(compared) >= 4 * config.num_layers
     for path in compared:
         found = watch.found[path]
@@ -94,6 +111,46 @@ def test_inputs_are_those_of_transformers(name: str):
         total = sum(config.moe_layers) * config.num_experts
         assert calibrator.experts.total == total
         assert calibrator.experts.without_text == total  # none saw 128 tokens of 120
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen3", "qwen2_moe-normed", "mixtral"])
+def test_the_unrounded_model_runs_beside_the_rounded_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """However coarse the weights become, the exact inputs stay transformers'; `cross` is their
+    product with those that the rounded layers give."""
+    monkeypatch.setattr(layers, "MIN_EXPERT_TOKENS", 1)
+    ids, expected = texts(), inputs_of_transformers(name, texts())
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    keep = Inputs.with_rows
+
+    def with_rows(self: Inputs, x: Tensor, exact: Tensor | None = None) -> Inputs:
+        assert exact is not None and x.shape == exact.shape
+        seen.append((x.clone(), exact.clone()))
+        return keep(self, x, exact)
+
+    class Pairs(Watch):
+        def round_all(
+            self, modules: Sequence[str], inputs: Inputs | None, *, norm: str | None = None
+        ) -> None:
+            super().round_all(modules, inputs, norm=norm)
+            if inputs is not None:
+                x, exact = (torch.cat(each) for each in zip(*seen, strict=True))
+                pairs.update(dict.fromkeys(modules, (x, exact)))
+                assert inputs.cross is not None
+                torch.testing.assert_close(inputs.cross, exact.T @ x, rtol=1e-3, atol=1e-2)
+            seen.clear()
+
+    seen: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(Inputs, "with_rows", with_rows)
+    calibrated(name, ids, Pairs(opened(make_checkpoint(name)), needs_exact=True, coarse=0.04))
+    last = [path for path in expected if path in pairs and ".experts." not in path]
+    assert len(last) >= 4
+    for path in last:
+        x, exact = pairs[path]
+        torch.testing.assert_close(exact, expected[path], rtol=1e-3, atol=1e-3)
+        if not path.startswith("model.layers.0.self_attn") or path.endswith("o_proj"):
+            assert float((x - exact).abs().max()) > 1e-2  # the rounded model's are others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
