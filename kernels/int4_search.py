@@ -50,14 +50,18 @@ def _search_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for first in range(0, len(groups), at_once):
         some = slice(first, first + at_once)
         y = groups[some].T.contiguous()  # sums of a group run over rows
-        step, offset = _searched(y)
+        step, offset = best_steps(y)
         codes[some] = _nearest(y, step, offset).T.to(torch.uint8)
         steps[some], offsets[some] = step.to(torch.uint8), offset.to(torch.int8)
     return codes, steps, offsets
 
 
-def _searched(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps and offsets of the columns of `y` [size, groups], as fp32."""
+def best_steps(y: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Steps and offsets of the columns of `y` [size, groups], in units of int8 codes; as fp32.
+
+    `importance` [size]: the weight of each row's squared errors; None: all alike."""
+    shares = torch.full_like(y[:, 0], 1 / len(y)) if importance is None else importance
+    shares = shares / shares.sum()
     low, high = y.amin(0), y.amax(0)
     first = (_NARROWEST / _TOP * (high - low)).floor()
     best_step, best_offset = torch.ones_like(low), torch.zeros_like(low)
@@ -70,12 +74,12 @@ def _searched(y: Tensor) -> tuple[Tensor, Tensor]:
             for _ in range(_ROUNDS):
                 offset = torch.minimum(offset.clamp(min=-128), 127 - _TOP * step)
                 errors = y - (_nearest(y, step, offset).mul_(step).add_(offset))
-                error = errors.square().sum(0)
+                error = shares @ errors.square()
                 better = error < least
                 least = torch.where(better, error, least)
                 best_step = torch.where(better, step, best_step)
                 best_offset = torch.where(better, offset, best_offset)
-                offset = offset + errors.mean(0).round()
+                offset = offset + (shares @ errors).round()
     return best_step, best_offset
 
 

@@ -207,7 +207,7 @@ def _json_in(path: Path) -> Any:
 
 def _scheme(folder: Path, stated: dict[str, Any]) -> StoredScheme | None:
     try:
-        return read_scheme(stated.get("quantization_config"))
+        return read_scheme(stated)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from error
 

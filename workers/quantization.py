@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from penstock.workers.config import Int4Activations, ModelOptions
@@ -18,6 +18,8 @@ QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
 QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
 StoredFormat = QuantizedFormat | Literal["int8g"]  # int8g: 8-bit codes in groups, of GGUF files
 METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes")
+STEP_GROUPS = (16, 32, 64, 128)
+STEPS_KEY = "penstock_int4"  # of config.json: int8 codes that are 4-bit codes in steps
 REMEDY = "serve the original checkpoint with --weights int8, int4, nf4 or fp8"
 
 
@@ -35,6 +37,8 @@ class StoredScheme:
     groups: tuple[int | None, ...] = ()
     zero_offset: int = 0
     ignore: tuple[str, ...] = ()
+    step_group: int | None = None
+    int8_modules: frozenset[str] = frozenset()
 
     def ignores(self, module: str) -> bool:
         """Whether `module` is on the list: by its name, the last parts of it, or a pattern."""
@@ -129,11 +133,12 @@ def check_neurons(scheme: StoredScheme | None, weights: str, who: str) -> None:
         )
 
 
-def read_scheme(stated: Any) -> StoredScheme | None:
-    """The scheme of the `quantization_config` of a config.json; None where there is none.
+def read_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
+    """The scheme of a config.json by its `quantization_config`; None where there is none.
 
     Raises ConfigError, naming what is not supported and the remedy.
     """
+    stated, steps = config.get("quantization_config"), config.get(STEPS_KEY)
     if not stated:
         return None
     if not isinstance(stated, Mapping):
@@ -148,7 +153,8 @@ def read_scheme(stated: Any) -> StoredScheme | None:
     if method not in readers:
         raise _refused(f"method {method!r} is not supported; supported are {', '.join(METHODS)}")
     try:
-        return readers[method](stated)
+        found = readers[method](stated)
+        return found if steps is None else _in_steps(found, steps)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -174,6 +180,17 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> StoredScheme:
         raise _refused("no config_groups, which describe how the weights are stored")
     ignore = tuple(str(each) for each in stated.get("ignore") or ())
     return StoredScheme("compressed-tensors", _once(formats), _once(groups), 0, ignore)
+
+
+def _in_steps(scheme: StoredScheme, steps: Mapping[str, Any]) -> StoredScheme:
+    """As `penstock quantize --to int4 --grid steps` writes it."""
+    if scheme.formats != ("int8",):
+        raise _refused(f"{STEPS_KEY} is of int8 weights, and these are {scheme.formats}")
+    group, wide = int(steps["group_size"]), frozenset(map(str, steps.get("int8_modules") or ()))
+    if group not in STEP_GROUPS:
+        raise _refused(f"{STEPS_KEY}: group_size is {group}, none of {STEP_GROUPS}")
+    formats: tuple[StoredFormat, ...] = ("int4", "int8") if wide else ("int4",)
+    return replace(scheme, formats=formats, step_group=group, int8_modules=wide)
 
 
 def _format_of_group(name: str, group: Mapping[str, Any]) -> QuantizedFormat:

@@ -8,8 +8,9 @@ and asked for two other books, in windows of 1,024 tokens, through the engine. T
 are opened into fp32, so that only they differ from the fp32 run; errors are of paired differences.
 By default the model is SmolLM2-135M's GGUF file moved off its own grid (common/off_grid.py).
 
-A recipe is a method, and after colons what differs from the defaults: `gptq:g128:sym:act`; `t4096`:
-calibration tokens; `b5.2`: with 8-bit layers, up to 5.2 bits a weight.
+A recipe is a method, and after colons what differs from the defaults: `gptq:g128:sym:act`; `steps`:
+the grid of steps, in groups of 16; `self`: calibrated on what the model writes, instead of the
+books; `t4096`: calibration tokens; `b5.2`: with 8-bit layers, up to 5.2 bits a weight.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from benchmarks.common import record
 from benchmarks.common.off_grid import write_off_grid
 from benchmarks.engine.gguf_quality import books
 from penstock.workers.calibration.checkpoint import calibrate_into, plan_calibrated, widened
+from penstock.workers.calibration.own_text import own_windows
 from penstock.workers.calibration.rounding import METHODS, Recipe
 from penstock.workers.calibration.text import NUM_TOKENS, read_windows
 from penstock.workers.config import EngineConfig
@@ -43,6 +45,7 @@ from penstock.workers.evaluation.scoring import WindowScores
 from penstock.workers.models.loader import load_model
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
+from penstock.workers.weights.int4_layout import STEP_GROUP
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT.parent / "shared" / "data" / "classics"
@@ -59,17 +62,29 @@ def calibration_text(corpus: Path) -> str:
     return "\n\n".join(text[start : start + PIECE_CHARACTERS] for start in starts)
 
 
-def recipe_of(name: str) -> tuple[Recipe, int, float | None]:
-    """The recipe, the number of calibration tokens, and the bits a weight that are allowed.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`bits`: that are allowed a weight; `own_text`: the model writes what it is calibrated on."""
 
-    Raises ValueError for a part that is none."""
+    recipe: Recipe
+    num_tokens: int = NUM_TOKENS
+    bits: float | None = None
+    own_text: bool = False
+
+
+def settings_of(name: str) -> Settings:
+    """What the recipe `name` says. Raises ValueError for a part that is none."""
     method, *parts = name.split(":")
     if method not in METHODS:
         raise ValueError(f"{method!r} is none of {', '.join(METHODS)}")
-    recipe, num_tokens, bits = Recipe(method=method), NUM_TOKENS, None
+    recipe, num_tokens, bits, own_text = Recipe(method=method), NUM_TOKENS, None, False
     for part in parts:
         if part == "sym":
-            recipe = replace(recipe, zero_points=False)
+            recipe = replace(recipe, grid="symmetric")
+        elif part == "steps":
+            recipe = replace(recipe, grid="steps", group=STEP_GROUP)
+        elif part == "self":
+            own_text = True
         elif part == "act":
             recipe = replace(recipe, act_order=True)
         elif part.startswith("g"):
@@ -80,18 +95,21 @@ def recipe_of(name: str) -> tuple[Recipe, int, float | None]:
             bits = float(part[1:])
         else:
             raise ValueError(f"{part!r} in {name!r} is no part of a recipe")
-    return recipe, num_tokens, bits
+    return Settings(recipe, num_tokens, bits, own_text)
 
 
 def quantized(name: str, model: Path, text: Path, out: Path) -> dict[str, Any]:
     """Make `out` from `model` by the recipe `name`; what it took."""
-    recipe, num_tokens, bits = recipe_of(name)
+    settings = settings_of(name)
     start_s = time.perf_counter()
     used_s = time.process_time()
-    plan = plan_calibrated(model, recipe)
-    windows = read_windows(text, model, num_tokens=num_tokens, context=2 * WINDOW)
-    if bits is not None:
-        plan = widened(plan, windows, bits)
+    plan = plan_calibrated(model, settings.recipe)
+    if settings.own_text:
+        windows = own_windows(model, settings.num_tokens)
+    else:
+        windows = read_windows(text, model, num_tokens=settings.num_tokens, context=2 * WINDOW)
+    if settings.bits is not None:
+        plan = widened(plan, windows, settings.bits)
     calibrate_into(plan, windows, out)
     return {
         "recipe": name,

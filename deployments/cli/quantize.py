@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.engine import add_quantized_layers
@@ -20,16 +20,20 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.weights.hub import resolve_model
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 EXAMPLES = """\
 examples:
   penstock quantize ./my-checkpoint --to int8               into ./my-checkpoint-int8
   penstock quantize org/name --to int4 --out ./name-int4
   penstock quantize org/name ./name-int4 --to int4 --calibrate texts.txt     with your own text
+  penstock quantize org/name ./name-int4 --to int4 --grid steps --calibrate self   for Penstock
   penstock serve ./name-int4                                served as stored
 
 formats:
   int8  8-bit weights and activations (W8A8); a scale for each output channel, one for each token
-  int4  4-bit weights; a scale and a zero point for 32 inputs (--group-size, --symmetric)
+  int4  4-bit weights; a scale and a zero point for 32 inputs (--group-size, --grid)
   nf4   4-bit weights, a table of 16 values, blocks of 64; activations stay
   fp8   E4M3 weights and activations; scales as int8
 
@@ -39,12 +43,21 @@ is rounded to the nearest code; int4's scales and zero points are those of the l
 4.6 bits a weight. Embedding, norms, biases, routers and, unless asked for, the head stay as they
 are. At load, without a second checkpoint: penstock serve MODEL --weights int8.
 
+grids of int4:
+  zero-points  a scale and an integer zero point for each group: 4.6 bits in groups of 32
+  symmetric    no zero points: 4.5 bits
+  steps        as --weights int4 rounds at load: Penstock holds 5 bits in groups of 16, or 4.5 in
+               groups of 32, and multiplies in int8. The file is an int8 checkpoint, twice as
+               large, which other engines serve as int8. The least loss, and the fastest here
+
 With --calibrate FILE, a plain text in UTF-8 like those that the model will see, the model runs over
-parts of it, and int4's rounding errors are made up for by the weights that follow (GPTQ). Methods
-with awq also scale the input channels that follow a norm, and divide the norm by these scales.
+parts of it, and int4's rounding errors are made up for by the weights that follow (GPTQ). With
+--calibrate self it runs over what it writes itself. Methods with awq also scale the input channels
+that follow a norm, and divide the norm by these scales.
 """
 _NEEDS_TEXT = ("calibration_tokens", "method", "act_order", "damping", "bits_per_weight")
-_OF_INT4 = ("calibrate", "group_size", "symmetric")
+_OF_INT4 = ("calibrate", "group_size", "grid")
+OWN_TEXT = "self"  # of --calibrate
 
 
 def add_quantize(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -77,15 +90,20 @@ def _add_calibration(quantize: argparse.ArgumentParser) -> None:
     grids.add_argument(
         "--group-size",
         type=int,
-        choices=(32, 64, 128),
-        help="inputs that share a scale; larger ones take fewer bits (default: 32)",
+        choices=(16, 32, 64, 128),
+        help="inputs that share a scale; larger ones take fewer bits (default: 32; 16 with --grid "
+        "steps)",
     )
     grids.add_argument(
-        "--symmetric", action="store_const", const=True, help="no zero points: 0.125 bits less"
+        "--grid",
+        choices=("zero-points", "symmetric", "steps"),
+        help="how the codes of a group lie, see above (default: zero-points)",
     )
     flags = quantize.add_argument_group("int4 with data")
     flags.add_argument(
-        "--calibrate", metavar="FILE", help="a plain text in UTF-8 that errors are measured on"
+        "--calibrate",
+        metavar="FILE",
+        help="a plain text in UTF-8 that errors are measured on; or self: the model writes one",
     )
     flags.add_argument(
         "--calibration-tokens",
@@ -157,19 +175,16 @@ def _check_calibration(args: argparse.Namespace) -> None:
         raise ConfigError("--calibration-tokens must be at least 256")
     if args.damping is not None and not 0 < args.damping <= 1:
         raise ConfigError("--damping must lie above 0, and be at most 1")
-    if not Path(args.calibrate).expanduser().is_file():
+    if args.calibrate != OWN_TEXT and not Path(args.calibrate).expanduser().is_file():
         raise ConfigError(
-            f"--calibrate: {args.calibrate} is not a file; give a plain text in UTF-8"
+            f"--calibrate: {args.calibrate} is not a file; give a plain text in UTF-8, or "
+            f"{OWN_TEXT}, with which the model writes one"
         )
 
 
 def _calibrated(args: argparse.Namespace, out: Path) -> int:
-    from tqdm import tqdm
-
     from penstock.workers.calibration.checkpoint import calibrate_into, plan_calibrated, widened
     from penstock.workers.calibration.rounding import Recipe
-    from penstock.workers.calibration.text import NUM_TOKENS, read_windows
-    from penstock.workers.model_config import ModelConfig
 
     named = {"method": args.method, "act_order": args.act_order, "damping": args.damping}
     given = {name: value for name, value in named.items() if value is not None}
@@ -181,32 +196,17 @@ def _calibrated(args: argparse.Namespace, out: Path) -> int:
         quantize_o=args.quantize_o,
         quantize_lm_head=args.quantize_lm_head,
     )
-    windows = read_windows(
-        Path(args.calibrate).expanduser(),
-        folder,
-        num_tokens=args.calibration_tokens or NUM_TOKENS,
-        context=ModelConfig.from_pretrained(folder).max_position_embeddings,
-    )
-
-    def bar(what: str) -> tqdm[Any]:
-        return tqdm(
-            total=plan.num_weights,
-            unit="w",
-            unit_scale=True,
-            desc=what,
-            file=sys.stderr,
-            disable=args.no_progress,
-        )
-
+    windows, whose = _windows(args, folder)
     if args.bits_per_weight is not None:
-        with bar("measure") as shown:
+        with _bar(args, "measure", plan.num_weights) as shown:
             plan = widened(plan, windows, args.bits_per_weight, shown.update)
-    with bar("calibrate") as shown:
+    with _bar(args, "calibrate", plan.num_weights) as shown:
         experts = calibrate_into(plan, windows, out, shown.update)
     wide = f", {len(plan.wide)} of them in int8" if plan.wide else ""
     print(
         f"{out}: {plan.num_modules} weights in int4{wide}, {plan.bits_per_weight:.3f} bits a weight"
-        f"; calibrated with {len(windows)} windows of {len(windows[0])} tokens ({recipe.method})"
+        f"; calibrated with {len(windows)} windows of {len(windows[0])} tokens {whose} "
+        f"({recipe.method})"
     )
     if experts.without_text:
         print(
@@ -218,15 +218,49 @@ def _calibrated(args: argparse.Namespace, out: Path) -> int:
     return 0
 
 
+def _windows(args: argparse.Namespace, folder: Path) -> tuple[list[list[int]], str]:
+    """The token ids that the model is calibrated on, and whose they are, as the report says."""
+    from penstock.workers.calibration.own_text import own_windows
+    from penstock.workers.calibration.text import NUM_TOKENS, read_windows
+    from penstock.workers.model_config import ModelConfig
+
+    num_tokens = args.calibration_tokens or NUM_TOKENS
+    if args.calibrate == OWN_TEXT:
+        with _bar(args, "write a text", num_tokens, "tok") as shown:
+            return own_windows(folder, num_tokens, shown.update), "that the model wrote"
+    windows = read_windows(
+        Path(args.calibrate).expanduser(),
+        folder,
+        num_tokens=num_tokens,
+        context=ModelConfig.from_pretrained(folder).max_position_embeddings,
+    )
+    return windows, f"of {args.calibrate}"
+
+
+def _bar(args: argparse.Namespace, what: str, total: int, unit: str = "w") -> tqdm[Any]:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total,
+        unit=unit,
+        unit_scale=True,
+        desc=what,
+        file=sys.stderr,
+        disable=args.no_progress,
+    )
+
+
 def _grids(args: argparse.Namespace) -> dict[str, Any]:
     """What was said of int4's grids."""
-    group = {} if args.group_size is None else {"group": args.group_size}
-    return group | ({"zero_points": False} if args.symmetric else {})
+    if args.to != "int4":
+        return {}
+    from penstock.workers.weights.int4_layout import GROUP, STEP_GROUP
+
+    grid = args.grid or "zero-points"
+    return {"grid": grid, "group": args.group_size or (STEP_GROUP if grid == "steps" else GROUP)}
 
 
 def _plain(args: argparse.Namespace, out: Path) -> int:
-    from tqdm import tqdm
-
     from penstock.workers.weights.quantize import plan_quantize, write_quantized
 
     plan = plan_quantize(
@@ -236,18 +270,13 @@ def _plain(args: argparse.Namespace, out: Path) -> int:
         quantize_lm_head=args.quantize_lm_head,
         **_grids(args),
     )
-    with tqdm(
-        total=plan.num_source_bytes,
-        unit="B",
-        unit_scale=True,
-        desc=f"to {args.to}",
-        file=sys.stderr,
-        disable=args.no_progress,
-    ) as bar:
-        write_quantized(plan, out, bar.update)
+    with _bar(args, f"to {args.to}", plan.num_source_bytes, "B") as shown:
+        write_quantized(plan, out, shown.update)
     print(
         f"{out}: {plan.num_quantized} weights in {args.to}, {plan.num_source_bytes / 2**20:.1f} MiB"
-        f" became {plan.num_bytes / 2**20:.1f} MiB\n"
-        f"serve it with: penstock serve {out}"
+        f" became {plan.num_bytes / 2**20:.1f} MiB"
     )
+    if args.to == "int4":
+        print("rounded to the nearest codes; --calibrate self, or FILE, loses far less quality")
+    print(f"serve it with: penstock serve {out}")
     return 0

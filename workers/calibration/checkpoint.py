@@ -61,18 +61,19 @@ class CalibrationPlan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits of a quantised weight, scales and zero points included."""
-        num_bytes = sum(
-            part.num_bytes
-            for entry in self._quantized()
-            for part in entry.parts
-            if part.name != "weight_shape"
-        )
-        return 8 * num_bytes / max(1, self.num_weights)
+        """Stored bits of a quantised weight, scales and zero points included; of a grid of steps,
+        bits in memory, since the file has 8."""
+        return sum(map(_num_bits, self._quantized())) / max(1, self.num_weights)
 
     def _quantized(self) -> Iterator[OutputTensor]:
         for shard in self.written.shards:
             yield from (entry for entry in shard.entries if entry.format is not None)
+
+
+def _num_bits(entry: OutputTensor) -> float:
+    if entry.spec is not None and entry.spec.kind == "steps":
+        return entry.spec.bits(entry.stored.shape[1]) * math.prod(entry.stored.shape)
+    return 8 * sum(part.num_bytes for part in entry.parts if part.name != "weight_shape")
 
 
 def plan_calibrated(
@@ -93,7 +94,7 @@ def plan_calibrated(
         quantize_o=quantize_o,
         quantize_lm_head=quantize_lm_head,
         group=recipe.group,
-        zero_points=recipe.zero_points,
+        grid=recipe.grid,
     )
     entries = [entry for shard in plan.shards for entry in shard.entries]
     specs = {entry.name: entry.spec for entry in entries if entry.spec is not None}

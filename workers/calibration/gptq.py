@@ -104,6 +104,7 @@ def compensate(weight: Tensor, factor: Tensor, spec: GridSpec) -> Codes:
 
     A group's grid is fitted when its first column is reached, to the weights as they are then.
     """
+    weight, units = spec.in_units(weight)
     columns = weight.T.contiguous()
     width = len(columns)
     if width > BLOCK and BLOCK % spec.group:
@@ -126,7 +127,7 @@ def compensate(weight: Tensor, factor: Tensor, spec: GridSpec) -> Codes:
             errors[k - start] = (column - (codes[k] - zero) * scale) / diagonal[k]
             columns[k + 1 : end].addr_(factor[k, k + 1 : end], errors[k - start], alpha=-1)
         columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    return packed(codes, torch.stack(scales), torch.stack(zeros), spec)
+    return packed(codes, torch.stack(scales), torch.stack(zeros), spec, units)
 
 
 def compensate_in_order(
@@ -139,6 +140,7 @@ def compensate_in_order(
     """
     order = moments.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(moments[order][:, order], damping).float()
+    weight, units = spec.in_units(weight)
     columns = weight.T.contiguous()
     importance = torch.empty(len(order))
     importance[order] = factor.diagonal().square().reciprocal()
@@ -158,4 +160,4 @@ def compensate_in_order(
             left[k + 1 : end].addr_(factor[k, k + 1 : end], errors[k - start], alpha=-1)
         left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     scales, zeros = zip(*grids)
-    return packed(codes, torch.stack(scales), torch.stack(zeros), spec)
+    return packed(codes, torch.stack(scales), torch.stack(zeros), spec, units)

@@ -27,7 +27,7 @@ from penstock.workers.calibration.spool import Spool
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.errors import LoadError
 from penstock.workers.weights.checkpoint import FLOAT_DTYPES
-from penstock.workers.weights.grids import Codes, GridSpec, round_weight
+from penstock.workers.weights.grids import Codes, Grid, GridSpec, round_weight
 from penstock.workers.weights.int4_layout import GROUP, stored_codes
 
 Method = Literal["gptq", "awq", "awq-gptq", "nearest"]
@@ -40,7 +40,7 @@ class Recipe:
 
     method: Method = "gptq"
     group: int = GROUP
-    zero_points: bool = True
+    grid: Grid = "zero-points"
     act_order: bool = False
     damping: float = DAMPING
 

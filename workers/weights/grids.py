@@ -1,18 +1,26 @@
 """The 4-bit grid of a group of weights in a file: its scale and zero point, fitted to the weights.
 
-w = (code - zero) * scale with codes 0-15, as compressed-tensors stores them. Scales are rounded to
-the dtype that the file has before a code is chosen, so that reading back changes nothing.
+w = (code - zero) * scale with codes 0-15. What is fitted is what the file can hold, so that reading
+back changes nothing: scales in its dtype and integer zero points, as compressed-tensors stores
+them; or, in a grid of steps, 16 evenly spaced codes of an int8 row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.int4_search import best_steps
+
+Grid = Literal["zero-points", "symmetric", "steps"]
+GRIDS: tuple[Grid, ...] = ("zero-points", "symmetric", "steps")
 LEVELS = 15
+INT8_MAX = 127.0
+MIN_SCALE = 1e-7  # as kernels.quant has it of int8 rows
 MIDDLE = 8  # the code of 0 of a symmetric grid
 # Ranges that are tried, in steps more or fewer than the 15 from the least weight to the greatest.
 STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
@@ -20,26 +28,39 @@ STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
 
 @dataclass(frozen=True, slots=True)
 class GridSpec:
-    """What grids are like. `group`: inputs that share a scale. `zero_points`: each group has its
-    own code of 0, an integer; otherwise it is 8. `scale_dtype`: of the stored scales."""
+    """What grids are like. `group`: inputs that share a scale. `kind`: in zero-points each group
+    has its own code of 0, an integer; in symmetric it is 8; in steps a row has an fp32 scale, and a
+    group 16 of int8's codes, step * code + offset. `scale_dtype`: of the stored scales of groups.
+    """
 
     group: int = 32
-    zero_points: bool = True
+    kind: Grid = "zero-points"
     scale_dtype: torch.dtype = torch.bfloat16
 
     def num_groups(self, width: int) -> int:
         return -(-width // self.group)
 
     def bits(self, width: int) -> float:
-        """Stored bits of a weight, its share of scales and zero points included."""
-        extra = self.scale_dtype.itemsize * 8 + (4 if self.zero_points else 0)
+        """Bits of a weight, its share of scales, zero points, steps and offsets included: stored,
+        but for those of steps, which are the bits in memory."""
+        if self.kind == "steps":
+            return 4 + (16 * self.num_groups(width) + 32) / width
+        extra = self.scale_dtype.itemsize * 8 + (4 if self.kind == "zero-points" else 0)
         return 4 + extra * self.num_groups(width) / width
+
+    def in_units(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`weight` [N, K] as it is fitted, and the units of its rows, fp32 [N]; None: as it is."""
+        if self.kind != "steps":
+            return weight, None
+        units = (weight.abs().amax(1) / INT8_MAX).clamp(min=MIN_SCALE)
+        return weight / units[:, None], units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
     """A weight [N, K] as codes uint8 [N, K] of 0-15, scales [N, G] in the stored dtype, and zero
-    points uint8 [N, G]; None: all are 8."""
+    points uint8 [N, G]; None: all are 8. In a grid of steps, as int8 [N, K] with scales fp32
+    [N, 1]; zero points: None."""
 
     codes: Tensor
     scales: Tensor
@@ -48,6 +69,8 @@ class Codes:
 
     def values(self) -> Tensor:
         """The weight that they stand for, fp32 [N, K]."""
+        if self.codes.dtype == torch.int8:
+            return self.codes.float() * self.scales
         scales = self.scales.float().repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
         if self.zeros is None:
             return (self.codes.float() - MIDDLE) * scales
@@ -64,8 +87,12 @@ class Codes:
 def fit(values: Tensor, importance: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each column of `values` fp32 [n, R], one group each: both fp32 [R].
 
-    They minimise the squared errors, weighted by `importance` [n], over a few ranges.
+    They minimise the squared errors, weighted by `importance` [n], over a few ranges. In a grid of
+    steps `values` are in units of int8 codes, and the zero point is no integer.
     """
+    if spec.kind == "steps":
+        step, offset = best_steps(values, importance)
+        return step, -offset / step
     weighted = values * importance[:, None]
     best = torch.full_like(values[0], -1.0)
     scale, zero = torch.ones_like(best), torch.full_like(best, float(MIDDLE))
@@ -83,14 +110,18 @@ def fit(values: Tensor, importance: Tensor, spec: GridSpec) -> tuple[Tensor, Ten
 
 
 def plain(values: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
-    """The same from the least and the greatest value of each group alone."""
+    """The same from the least and the greatest value of each group alone, in any units."""
+    if spec.kind == "steps":
+        low, high = values.amin(0), values.amax(0)
+        scale = ((high - low) / LEVELS).clamp(min=MIN_SCALE)
+        return scale, -low / scale
     inverse, zeros = next(_candidates(values, spec, (0.0,)))
     return _stored(1 / inverse, spec), zeros
 
 
 def round_to(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """Codes of `values` [..., R], as floats 0-15."""
-    return (values / scale).round_().add_(zero).clamp_(0, LEVELS)
+    return (values / scale).add_(zero).round_().clamp_(0, LEVELS)
 
 
 def round_weight(weight: Tensor, importance: Tensor | None, spec: GridSpec) -> Codes:
@@ -100,6 +131,7 @@ def round_weight(weight: Tensor, importance: Tensor | None, spec: GridSpec) -> C
     num_rows, width = weight.shape
     if importance is None:
         importance = torch.ones(width)
+    weight, units = spec.in_units(weight)
     scales, zeros, codes = [], [], []
     for start in range(0, width, spec.group):
         part = weight[:, start : start + spec.group].T.contiguous()
@@ -107,15 +139,22 @@ def round_weight(weight: Tensor, importance: Tensor | None, spec: GridSpec) -> C
         scales.append(scale)
         zeros.append(zero)
         codes.append(round_to(part, scale, zero))
-    return packed(torch.cat(codes), torch.stack(scales), torch.stack(zeros), spec)
+    return packed(torch.cat(codes), torch.stack(scales), torch.stack(zeros), spec, units)
 
 
-def packed(codes: Tensor, scales: Tensor, zeros: Tensor, spec: GridSpec) -> Codes:
-    """From codes [K, N], scales and zero points [G, N], all floats."""
+def packed(
+    codes: Tensor, scales: Tensor, zeros: Tensor, spec: GridSpec, units: Tensor | None
+) -> Codes:
+    """From codes [K, N], scales and zero points [G, N], all floats; `units`: of the weight."""
+    if units is not None:
+        steps = scales.repeat_interleave(spec.group, 0)[: len(codes)]
+        offsets = (-zeros * scales).repeat_interleave(spec.group, 0)[: len(codes)]
+        whole = (codes * steps + offsets).round_().to(torch.int8)
+        return Codes(whole.T.contiguous(), units[:, None], None, spec.group)
     return Codes(
         codes.T.to(torch.uint8).contiguous(),
         scales.T.to(spec.scale_dtype).contiguous(),
-        zeros.T.to(torch.uint8).contiguous() if spec.zero_points else None,
+        zeros.T.to(torch.uint8).contiguous() if spec.kind == "zero-points" else None,
         spec.group,
     )
 
@@ -126,7 +165,7 @@ def _candidates(
     """Inverse scales and zero points [R] to try."""
     low, high = values.amin(0).clamp_(max=0), values.amax(0).clamp_(min=0)
     flat = high == low
-    if not spec.zero_points:
+    if spec.kind == "symmetric":
         # The scale has the sign with which the largest weight becomes the code -8.
         extreme = torch.where(high > -low, high, low).masked_fill_(flat, 1.0)
         middle = torch.full_like(low, float(MIDDLE))

@@ -28,7 +28,7 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     if len(quantized) == len(weights) and {w.format for w in quantized} in _AS_INT8:
         group = math.gcd(*(weight.group or weight.in_features for weight in quantized))
         quantized = [_as_int8(weight, group) for weight in quantized]
-    kinds = {(weight.format, weight.group) for weight in quantized}
+    kinds = {(weight.format, weight.group, weight.steps is None) for weight in quantized}
     if len(quantized) < len(weights) or len(kinds) > 1:
         plain = [w if isinstance(w, Tensor) else dequantize_weight(w) for w in weights]
         return torch.cat([weight.to(_widest(plain)) for weight in plain])
@@ -36,21 +36,31 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     if any(weight.zeros is not None for weight in quantized):
         each = [_zeros(weight) for weight in quantized]
         zeros = torch.cat([some.to(_widest(each)) for some in each])
+    steps = [weight.steps for weight in quantized if weight.steps is not None]
+    offsets = [weight.offsets for weight in quantized if weight.offsets is not None]
     return replace(
         quantized[0],
         codes=torch.cat([weight.codes for weight in quantized]),
         scales=torch.cat([weight.scales for weight in quantized]),
         zeros=zeros,
+        steps=torch.cat(steps) if steps else None,
+        offsets=torch.cat(offsets) if offsets else None,
     )
 
 
 def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
     """The weight on `device`."""
+
+    def there(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
     return replace(
         weight,
         codes=weight.codes.to(device),
         scales=weight.scales.to(device),
-        zeros=None if weight.zeros is None else weight.zeros.to(device),
+        zeros=there(weight.zeros),
+        steps=there(weight.steps),
+        offsets=there(weight.offsets),
     )
 
 

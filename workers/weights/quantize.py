@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,7 @@ from penstock.workers.weights.checkpoint import (
     is_headless,
     open_checkpoint,
 )
-from penstock.workers.weights.grids import GridSpec, round_weight
+from penstock.workers.weights.grids import Grid, GridSpec, round_weight
 from penstock.workers.weights.int4_layout import (
     GROUP,
     parts_for,
@@ -88,7 +88,7 @@ class QuantizePlan:
     dtype: str  # of activations, as config.json has it
     shards: tuple[Shard, ...]
     ignored: tuple[str, ...]  # linear modules that are not quantised
-    stated: Any  # quantization_config
+    stated: Mapping[str, Any]  # what config.json gets, quantization_config first
 
     @property
     def num_source_bytes(self) -> int:
@@ -114,11 +114,11 @@ def plan_quantize(
     quantize_o: bool,
     quantize_lm_head: bool,
     group: int = GROUP,
-    zero_points: bool = True,
+    grid: Grid = "zero-points",
 ) -> QuantizePlan:
     """Read the headers of `source` and decide for each tensor whether it is copied or quantised.
 
-    `group`, `zero_points`: of int4, see GridSpec. Raises ConfigError for a checkpoint that cannot
+    `group`, `grid`: of int4, see GridSpec. Raises ConfigError for a checkpoint that cannot
     be quantised, LoadError for a damaged one.
     """
     if (gguf := find_gguf(source)) is not None:
@@ -160,7 +160,7 @@ def plan_quantize(
             raise LoadError(f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, not 2")
         spec = None
         if is_linear and format == "int4":
-            spec = spec_for(stored.shape[1], group, zero_points, dtype)
+            spec = spec_for(stored.shape[1], group, grid, dtype)
             if spec is None:
                 log.warning("%s is not quantised: no group divides %s", module, stored.shape[1])
         if not is_linear or skips or (format == "int4" and spec is None):
@@ -186,7 +186,7 @@ def plan_quantize(
     if format == "int4":
         stated = stated_config(specs, [], ignored)
     else:
-        stated = quantization_config(format, ignored, dtype)
+        stated = {"quantization_config": quantization_config(format, ignored, dtype)}
     return QuantizePlan(source, format, dtype, tuple(shards.values()), tuple(ignored), stated)
 
 
@@ -306,7 +306,7 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 def _write_config(plan: QuantizePlan, folder: Path) -> None:
     config = read_json(plan.source / "config.json")
-    config["quantization_config"] = plan.stated
+    config.update(plan.stated)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

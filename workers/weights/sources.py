@@ -29,6 +29,7 @@ from penstock.workers.quantization import (
 )
 from penstock.workers.weights.checkpoint import StoredTensor, find_tensor
 from penstock.workers.weights.joined import moved
+from penstock.workers.weights.steps import in_steps
 from penstock.workers.weights.stored import is_stored_quantized, read_weight, stored_blocks
 
 log = logging.getLogger("penstock.loader")
@@ -53,8 +54,10 @@ def planned(
         if format is None:
             return weight.to(dtype)
         weight = quantize_weight(weight, format, int4.group, search=search_int4)
-    is_plain = int4.activations == "plain" or (is_stored and int4.activations == "auto")
-    if weight.format == "int4" and is_plain:
+    is_exact = is_stored and weight.steps is None  # of a file that rounds no activations
+    if weight.format == "int4" and (
+        int4.activations == "plain" or (is_exact and int4.activations == "auto")
+    ):
         return for_plain_rows(weight)
     return replace(weight, group=int8_group) if weight.format == "int8" else weight
 
@@ -120,6 +123,9 @@ class CheckpointWeights:
                 self.scheme,
                 shape,
             )
+            group = self.scheme.step_group
+            if group is not None and module not in self.scheme.int8_modules:
+                weight = in_steps(weight, group)
         except LoadError as error:
             raise LoadError(f"{self.folder}: the weight of {module!r}: {error}") from error
         weight = moved(weight, self.device)

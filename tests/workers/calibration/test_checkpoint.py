@@ -86,7 +86,7 @@ def plain_weights(folder: Path) -> dict[str, Tensor]:
     ("name", "recipe"),
     [
         ("llama", Recipe("awq-gptq")),
-        ("llama-tied", Recipe("gptq", group=64, zero_points=False)),
+        ("llama-tied", Recipe("gptq", group=64, grid="symmetric")),
         ("llama-bias", Recipe("gptq", act_order=True)),
         ("llama", Recipe("awq", group=128)),
         ("llama", Recipe("nearest")),
@@ -109,14 +109,16 @@ def test_it_is_served_as_it_was_written(name: str, recipe: Recipe, tmp_path: Pat
     assert experts.without_text == 0
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     weights = config["config_groups"]["group_0"]["weights"]
-    assert config["format"] == "pack-quantized" and weights["symmetric"] != recipe.zero_points
+    assert config["format"] == "pack-quantized" and weights["symmetric"] == (
+        recipe.grid == "symmetric"
+    )
     stored = load_file(out / "model.safetensors")
     parts = {n: t for n, t in stored.items() if ".weight_" in n and "weight_shape" not in n}
     num_bits = 8 * sum(tensor.nbytes for tensor in parts.values())
     assert plan.bits_per_weight == pytest.approx(num_bits / plan.num_weights)
 
 
-@pytest.mark.parametrize("recipe", [Recipe("awq-gptq"), Recipe("gptq", zero_points=False)])
+@pytest.mark.parametrize("recipe", [Recipe("awq-gptq"), Recipe("gptq", grid="symmetric")])
 def test_what_is_read_is_what_was_rounded_to_the_last_bit(recipe: Recipe, tmp_path: Path):
     """The weights in memory that the text ran through, and those that the loader takes."""
     source, out = make_checkpoint("llama"), tmp_path / "out"

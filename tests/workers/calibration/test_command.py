@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.deployments.cli.main import main
+from penstock.workers.calibration.own_text import own_windows
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model
 from tests.workers.checkpoints import VOCAB_SIZE, make_checkpoint
 
@@ -41,9 +43,27 @@ def test_it_writes_the_same_bytes_twice(model: Path, tmp_path: Path, capsys):
         options = ["--calibration-tokens", "1024", "--no-progress"]
         assert main(["quantize", *given, *options]) == 0
     said = capsys.readouterr().out
-    assert "21 weights in int4, 4.5" in said and "2 windows of 512 tokens (gptq)" in said
+    assert "21 weights in int4, 4.5" in said and f"2 windows of 512 tokens of {text} (gptq)" in said
     files = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("a", "b")]
     assert files[0] == files[1]
+    assert load_model(tmp_path / "a", progress=False).weights.format == "int4"
+
+
+def test_the_model_writes_the_text_itself(model: Path, tmp_path: Path, capsys):
+    """Its first token begins each window, and the rest is what it says at temperature 1."""
+    options = ["--grid", "steps", "--calibrate", "self", "--calibration-tokens", "1024"]
+    for out in ("a", "b"):
+        given = [str(model), str(tmp_path / out), "--to", "int4", *options]
+        assert main(["quantize", *given]) == 0
+    said = capsys.readouterr()
+    assert "windows of 511 tokens that the model wrote (gptq)" in said.out
+    assert "21 weights in int4, 5.455 bits a weight" in said.out
+    assert "write a text" in said.err
+    files = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("a", "b")]
+    assert files[0] == files[1]
+    found = own_windows(model, 1024)
+    assert [len(ids) for ids in found] == [511, 511] and found[0] != found[1]
+    assert {ids[0] for ids in found} == {ModelConfig.from_pretrained(model).bos_token_id}
     assert load_model(tmp_path / "a", progress=False).weights.format == "int4"
 
 
@@ -53,8 +73,9 @@ def test_it_writes_the_same_bytes_twice(model: Path, tmp_path: Path, capsys):
         (["--to", "int8", "--calibrate", "TEXT"], "--calibrate is for --to int4"),
         (["--to", "int4", "--act-order"], "--act-order is for calibrated weights"),
         (["--to", "int8", "--group-size", "64"], "--group-size is for --to int4, not int8"),
-        (["--to", "nf4", "--symmetric"], "--symmetric is for --to int4, not nf4"),
+        (["--to", "nf4", "--grid", "symmetric"], "--grid is for --to int4, not nf4"),
         (["--to", "int4", "--calibrate", "/none.txt"], "/none.txt is not a file"),
+        (["--to", "int4", "--calibrate", "/none.txt"], "or self, with which the model writes one"),
         (["--to", "int4", "--calibrate", "TEXT"], "has 300 tokens; at least 4096 are needed"),
         (["--to", "int4", "--calibrate", "BYTES"], "cannot be read as UTF-8"),
         (["--to", "int4", "--calibrate", "TEXT", "--damping", "0"], "--damping must lie above"),

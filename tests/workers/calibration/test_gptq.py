@@ -20,9 +20,10 @@ from penstock.workers.calibration.gptq import (
 from penstock.workers.weights.grids import GridSpec, fit, round_weight
 
 GRIDS = [
-    GridSpec(32, True, torch.float16),
-    GridSpec(64, False, torch.bfloat16),
-    GridSpec(128, True, torch.bfloat16),
+    GridSpec(32, "zero-points", torch.float16),
+    GridSpec(64, "symmetric", torch.bfloat16),
+    GridSpec(128, "zero-points", torch.bfloat16),
+    GridSpec(16, "steps"),
 ]
 
 
@@ -46,6 +47,7 @@ def dense(weight: Tensor, h: Tensor, spec: GridSpec, order: list[int] | None = N
     Grids: as the code under test fits them, to the weights when a group begins, or, where an order
     is given, to the weights as they were.
     """
+    weight, units = spec.in_units(weight)
     left = weight.double().clone()
     done = torch.zeros_like(left)
     width = weight.shape[1]
@@ -64,7 +66,7 @@ def dense(weight: Tensor, h: Tensor, spec: GridSpec, order: list[int] | None = N
             source = weight if static else left.float()
             grids[group] = fit(source[:, columns].T.contiguous(), importance[columns], spec)
         scale, zero = grids[group]
-        codes = ((left[:, k].float() / scale).round() + zero).clamp(0, 15)
+        codes = (left[:, k].float() / scale + zero).round().clamp(0, 15)
         done[:, k] = (codes - zero).double() * scale.double()
         error = left[:, k] - done[:, k]
         remaining.remove(k)
@@ -72,7 +74,7 @@ def dense(weight: Tensor, h: Tensor, spec: GridSpec, order: list[int] | None = N
             rest = torch.tensor(remaining)
             change = torch.linalg.solve(h[rest][:, rest], h[rest, k])
             left[:, rest] += error[:, None] * change
-    return done.float()
+    return done.float() if units is None else done.float() * units[:, None]
 
 
 def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
@@ -106,7 +108,7 @@ def test_order_of_activations_is_the_dense_definition_in_that_order():
 def test_outputs_are_closer_than_by_plain_rounding(spec: GridSpec, width: int):
     """On the text and on more of its kind; 112: no group divides it, so a row is one."""
     if width % spec.group:
-        spec = GridSpec(32 if width % 32 == 0 else width, spec.zero_points, spec.scale_dtype)
+        spec = GridSpec(32 if width % 32 == 0 else width, spec.kind, spec.scale_dtype)
     weight, x = layer(width, seed=2)
     text, other = x[:400], x[400:]
     plain = round_weight(weight, None, spec).values()
@@ -125,7 +127,7 @@ def test_inputs_that_were_never_there_are_rounded_plainly():
     """Channels that are always 0, and no input at all: no division by zero."""
     weight, x = layer(64)
     x[:, 32:] = 0
-    spec = GridSpec(32, True, torch.float16)
+    spec = GridSpec(32, "zero-points", torch.float16)
     found = compensate(weight, inverse_factor(moments([(x,)]).moments), spec).values()
     plain = round_weight(weight, None, spec).values()
     assert torch.equal(found[:, 32:], plain[:, 32:])

@@ -171,10 +171,13 @@ def test_checkpoints_that_were_quantised_elsewhere(layout, tmp_path):
         assert_same(tmp_path / "model", "fp32")
 
 
-@pytest.mark.parametrize("format", QUANTIZED_FORMATS)
-def test_what_penstock_quantize_writes(format, tmp_path):
-    options = {"quantize_o": True, "quantize_lm_head": False}
-    plan = plan_quantize(make_checkpoint("qwen3_moe"), format, **options)
+@pytest.mark.parametrize(
+    ("format", "grid"), [*((each, "zero-points") for each in QUANTIZED_FORMATS), ("int4", "steps")]
+)
+def test_what_penstock_quantize_writes(format, grid, tmp_path):
+    plan = plan_quantize(
+        make_checkpoint("qwen3_moe"), format, quantize_o=True, quantize_lm_head=False, grid=grid
+    )
     write_quantized(plan, tmp_path / "out", lambda _: None)
     assert_same(tmp_path / "out", "auto")
     assert_same(tmp_path / "out", format)  # it may be said

@@ -88,7 +88,7 @@ def on_grid(x: Tensor, top: float) -> Tensor:
 def rounded_weight(weight: Tensor, format: QuantizedFormat, stored: bool) -> Tensor:
     """As it is rounded at load, or `stored` by the tool: int4 is another there."""
     if format == "int4" and stored:
-        spec = spec_for(weight.shape[1], 32, True, "float32")
+        spec = spec_for(weight.shape[1], 32, "zero-points", "float32")
         assert spec is not None
         return round_weight(weight, None, spec).values()
     return dequantize_weight(quantize_weight(weight, format))
@@ -302,7 +302,7 @@ class TestTool:
             source, out = tmp_path / f"source{inner}", tmp_path / f"out{inner}"
             random_model("llama", {**settings, "intermediate_size": inner}).save_pretrained(source)
             plan = plan_quantize(
-                source, "int4", quantize_o=True, quantize_lm_head=False, group=64, zero_points=False
+                source, "int4", quantize_o=True, quantize_lm_head=False, group=64, grid="symmetric"
             )
             write_quantized(plan, out, lambda _: None)
             mlp = load_model(out, progress=False).layers[0].mlp
@@ -371,7 +371,7 @@ class TestTool:
 
 
 def in_groups(weight: Tensor, group: int) -> Tensor:
-    return round_weight(weight, None, GridSpec(group, False, torch.float16)).values()
+    return round_weight(weight, None, GridSpec(group, "symmetric", torch.float16)).values()
 
 
 def by_hand(tensors: dict[str, Tensor], module: str, format: str, shape) -> Tensor:
