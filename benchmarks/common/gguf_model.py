@@ -21,6 +21,22 @@ _IN_BLOCK = {
 }  # fmt: skip
 
 
+def checkpoint_name(tensor: str) -> str:
+    """What transformers calls the tensor of a GGUF file. Raises KeyError for an unknown one."""
+    name, _, kind = tensor.rpartition(".")
+    if name in _OUTSIDE:
+        return f"{_OUTSIDE[name]}.{kind}"
+    _, block, part = name.split(".")
+    return f"model.layers.{block}.{_IN_BLOCK[part]}.{kind}"
+
+
+def paired_rows(values: Any, heads: int) -> Any:
+    """Rows of q or k [N, K] as a GGUF file has them, those of a rotary pair beside each other, from
+    those of transformers."""
+    halves = values.reshape(heads, 2, -1, values.shape[1])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
 def transformers_model(file: Path) -> Any:
     """LlamaForCausalLM in fp32 with the file's weights, decoded. Raises KeyError for a file of
     another architecture."""
@@ -35,17 +51,12 @@ def transformers_model(file: Path) -> Any:
     heads = {"attn_q": of("attention.head_count"), "attn_k": of("attention.head_count_kv")}
     state = {}
     for tensor in reader.tensors:
-        name, _, kind = tensor.name.rpartition(".")
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        part = name.rpartition(".")[2]
+        part = tensor.name.split(".")[-2]
         if part in heads:  # rows of a rotary pair beside each other
             pairs = values.reshape(heads[part], -1, 2, values.shape[1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        if name in _OUTSIDE:
-            known = _OUTSIDE[name]
-        else:
-            known = f"model.layers.{name.split('.')[1]}.{_IN_BLOCK[part]}"
-        state[f"{known}.{kind}"] = torch.from_numpy(np.array(values, dtype=np.float32))
+        state[checkpoint_name(tensor.name)] = torch.from_numpy(np.array(values, dtype=np.float32))
     config = LlamaConfig(
         vocab_size=len(state["model.embed_tokens.weight"]),
         hidden_size=of("embedding_length"),

@@ -1,0 +1,247 @@
+"""One model in several systems: perplexity of each format beside its speed, on one machine.
+
+    python -m venv ov && ov/bin/pip install openvino openvino-genai optimum-intel nncf
+    python -m venv lc && lc/bin/pip install llama-cpp-python      # compiles for ten minutes
+    python -m benchmarks.peers --openvino ov/bin/python --llama-cpp lc/bin/python --json out.json
+
+The model is SmolLM2-135M-Instruct, moved off the 4-bit grid of its published file
+(benchmarks/common/off_grid.py). Each system gets the same weights, quantises them with its own
+tools, and runs in a process of its own, with as many threads: what it costs, over the same windows
+of two held-out novels, against its own unquantised run; W1, one request with 128 prompt and 128 new
+tokens; and W2, 32 requests at once with prompts of 16 to 512 tokens and 16 to 256 new ones. The
+systems take turns, round by round. --work keeps what was made, so that a run goes on where it was.
+
+Penstock's `calibrated` rows are made by `penstock quantize --to int4 --grid steps`: on what the
+model writes (self), and on books by other authors (text). Needs `pip install gguf` for the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import record
+from benchmarks.common.off_grid import write_off_grid
+from benchmarks.engine.calibrated_quality import CORPUS, WINDOW, calibration_text
+from benchmarks.engine.gguf_quality import books
+from benchmarks.engine.offline import make_workload
+from benchmarks.peers import convert
+from benchmarks.peers.figures import draw, rows_of
+from benchmarks.peers.run_penstock import size_of
+from penstock.deployments.cli.main import main as penstock
+from penstock.workers.evaluation.eval_set import cut_windows
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.text.tokenizer import Tokenizer
+from penstock.workers.weights.hub import resolve_model
+
+ROOT = Path(__file__).resolve().parents[2]
+# Penstock's own rows: settings of run_penstock.load. The head in 8 bits, as the others have it,
+# where the weights are int8; in bf16 where they are int4, since the head would be int4 then.
+PENSTOCK: dict[str, dict[str, Any]] = {
+    "fp32": {"weights": "fp32", "dtype": "fp32"},
+    "bf16": {"weights": "bf16"},
+    "int8": {"weights": "int8", "quantize_lm_head": True},
+    "int8, groups of 32": {"weights": "int8", "int8_group": 32, "quantize_lm_head": True},
+    "int4": {"weights": "int4"},
+    "int4, groups of 32": {"weights": "int4", "int4_group": 32},
+}
+CALIBRATED = {"int4, calibrated on itself": "self", "int4, calibrated on text": "text"}
+BASES = {"Penstock": "fp32", "OpenVINO": "fp32", "llama.cpp": "F16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A format of a system: what runs it, and on which model."""
+
+    system: str
+    format: str
+    python: str
+    runner: str
+    model: str
+    bits: float
+    mib: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    preload: str = ""  # a library
+
+    @property
+    def name(self) -> str:
+        return f"{self.system} {self.format}"
+
+    def run(self, job: dict[str, Any]) -> Any:
+        """The answer to a job of job.py. Raises RuntimeError where its process fails."""
+        given = {"model": self.model, "settings": self.settings, **job}
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            ran = subprocess.run(
+                [self.python, "-m", f"benchmarks.peers.{self.runner}", str(out)],
+                input=json.dumps(given),
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+                env=os.environ | ({"LD_PRELOAD": self.preload} if self.preload else {}),
+            )
+            if ran.returncode or not out.exists():
+                raise RuntimeError(f"{self.name} failed:\n{ran.stdout[-1000:]}{ran.stderr[-3000:]}")
+            return json.loads(out.read_text())
+
+
+def cases(args: argparse.Namespace, work: Path) -> list[Case]:
+    """Everything that is compared; what is not there yet is made."""
+    folder = work / "off-grid"
+    if not folder.exists():
+        write_off_grid(resolve_model("smollm2"), folder)
+    return [
+        *_penstock(folder, work),
+        *(_openvino(args.openvino, folder, work) if args.openvino else ()),
+        *(_llama_cpp(args, folder, work) if args.llama_cpp else ()),
+    ]
+
+
+def _penstock(folder: Path, work: Path) -> list[Case]:
+    models = {name: (folder, settings) for name, settings in PENSTOCK.items()}
+    text = work / "text.txt"
+    text.write_text(calibration_text(CORPUS), encoding="utf-8")
+    for name, source in CALIBRATED.items():
+        out = work / f"calibrated-{source}"
+        given = str(text) if source == "text" else source
+        options = ["--to", "int4", "--grid", "steps", "--calibrate", given]
+        if not out.exists() and penstock(["quantize", str(folder), str(out), *options]):
+            raise SystemExit("penstock quantize failed")
+        models[name] = out, {}
+    return [
+        Case("Penstock", name, sys.executable, "run_penstock", str(model),
+             *size_of(str(model), settings), settings)
+        for name, (model, settings) in models.items()
+    ]  # fmt: skip
+
+
+def _openvino(python: str, folder: Path, work: Path) -> list[Case]:
+    vocab, found = ModelConfig.from_pretrained(folder).vocab_size, []
+    for kind in convert.OPENVINO:
+        out = work / f"openvino-{kind.replace(', ', '-').replace(' ', '-')}"
+        if not (out / "openvino_model.xml").exists():
+            convert.export_openvino(python, folder, out, kind)
+        bits, mib = convert.openvino_size(python, out, vocab)
+        settings = {"precision": "f32"} if kind == BASES["OpenVINO"] else {}
+        bits = 32.0 if kind == BASES["OpenVINO"] else bits
+        found.append(Case("OpenVINO", kind, python, "run_openvino", str(out), bits, mib, settings))
+    return found
+
+
+def _llama_cpp(args: argparse.Namespace, folder: Path, work: Path) -> list[Case]:
+    python, plain = args.llama_cpp, work / "F16.gguf"
+    if not plain.exists():
+        convert.write_gguf(resolve_model("smollm2"), folder, plain)
+    found = []
+    for kind in convert.LLAMA_CPP:
+        file = work / f"{kind}.gguf"
+        if not file.exists():
+            convert.quantize_gguf(python, plain, file, kind, args.threads)
+        size = convert.gguf_size(file)
+        case = Case("llama.cpp", kind, python, "run_llama_cpp", str(file), *size)
+        found.append(replace(case, preload=args.llama_cpp_preload))
+    return found
+
+
+def windows_of(folder: Path, num: int) -> list[list[int]]:
+    tokenizer = Tokenizer.load(folder)
+    ids = [tokenizer.encode(book, add_special_tokens=False) for book in books(CORPUS)]
+    return [list(each) for each in cut_windows(ids, num, WINDOW + 1)]
+
+
+def measure_quality(
+    compared: Sequence[Case], work: Path, windows: Sequence[list[int]], threads: int
+) -> dict[str, list[list[float]]]:
+    """-log p of each token by case; kept in the folder `work`."""
+    kept = work / "nll.json"
+    found: dict[str, list[list[float]]] = json.loads(kept.read_text()) if kept.exists() else {}
+    for case in compared:
+        if len(found.get(case.name, ())) != len(windows):
+            found[case.name] = case.run({"threads": threads, "windows": windows})["nll"]
+            kept.write_text(json.dumps(found))
+            print(case.name, f"{case.bits:.2f} bits", flush=True)
+    return {case.name: found[case.name] for case in compared}
+
+
+def measure_speed(
+    compared: Sequence[Case], vocab: int, rounds: int, threads: int
+) -> dict[str, list[dict[str, dict[str, float]]]]:
+    """Of each round and case, what job.py answers; the order turns from round to round."""
+    workloads = {name: [asdict(job) for job in make_workload(name, vocab)] for name in ("W1", "W2")}
+    found: dict[str, list[Any]] = {case.name: [] for case in compared}
+    for number in range(rounds):
+        for case in compared if number % 2 else compared[::-1]:
+            answer = case.run({"threads": threads, "workloads": workloads})
+            for name, jobs in workloads.items():
+                total = sum(job["num_new"] for job in jobs)
+                if answer[name]["num"] != total:
+                    raise RuntimeError(f"{case.name}: {answer[name]['num']} tokens, not {total}")
+            found[case.name].append(answer)
+            rates = {n: round(each["num"] / each["total_s"], 1) for n, each in answer.items()}
+            print(number, case.name, rates, flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--openvino", metavar="PYTHON", help="of an environment that has it")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="the same of llama-cpp-python")
+    parser.add_argument("--llama-cpp-preload", metavar="LIB", default="", help="see without_amx.c")
+    parser.add_argument("--work", type=Path, default=Path("peers-work"), help="is kept")
+    parser.add_argument("--windows", type=int, default=16, help=f"of {WINDOW} tokens (default: 16)")
+    parser.add_argument("--rounds", type=int, default=3, help="of the speeds (default: 3)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="write the picture here")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    compared = cases(args, args.work)
+    folder = args.work / "off-grid"
+    nll = measure_quality(compared, args.work, windows_of(folder, args.windows), args.threads)
+    timed = [case for case in compared if BASES[case.system] != case.format]
+    vocab = ModelConfig.from_pretrained(folder).vocab_size
+    speed = measure_speed(timed, vocab, args.rounds, args.threads)
+    results = {
+        "model": "SmolLM2-135M-Instruct off its grid",
+        "tokens": sum(len(each) for each in nll[compared[0].name]),
+        "rounds": args.rounds,
+        "versions": _versions(args),
+        "rows": rows_of(compared, nll, speed, BASES),
+    }
+    for row in results["rows"]:
+        print(row)
+    if args.json:
+        record.write(args.json, __file__, results, threads=args.threads)
+    if args.plot:
+        draw(results["rows"], args.plot)
+    return 0
+
+
+def _versions(args: argparse.Namespace) -> dict[str, str]:
+    found = {}
+    for python, package in (
+        (args.openvino, "openvino-genai"),
+        (args.llama_cpp, "llama-cpp-python"),
+    ):
+        if python:
+            program = f"import importlib.metadata as m; print(m.version('{package}'))"
+            ran = subprocess.run(
+                [python, "-c", program], capture_output=True, text=True, check=True
+            )
+            found[package] = ran.stdout.strip()
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
