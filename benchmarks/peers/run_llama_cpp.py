@@ -20,7 +20,8 @@ SILENT = llama_cpp.llama_log_callback(lambda *_: None)
 
 
 class Context:
-    """A model and room for `num_seqs` sequences of `context` tokens in all."""
+    """A model and room for `num_seqs` sequences of up to `context` tokens, each in cells of its
+    own: in a common cache every token would look at the cells of all."""
 
     def __init__(self, job: dict[str, Any], context: int, num_seqs: int):
         llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
@@ -28,8 +29,8 @@ class Context:
         params = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(job["model"].encode(), params)
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = context, BATCH, BATCH
-        settings.n_seq_max, settings.kv_unified = num_seqs, True
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = context * num_seqs, BATCH, BATCH
+        settings.n_seq_max, settings.kv_unified = num_seqs, False
         settings.n_threads = settings.n_threads_batch = job["threads"]
         self.context = llama_cpp.llama_init_from_model(self._model, settings)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
@@ -76,8 +77,8 @@ def scores(job: dict[str, Any]) -> list[list[float]]:
 
 def opened(job: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Iterator[int]]:
     every = [each for requests in job["workloads"].values() for each in requests]
-    room = sum(len(each["prompt_ids"]) + each["num_new"] for each in every)
-    context = Context(job, room + 512, max(map(len, job["workloads"].values())))
+    room = max(len(each["prompt_ids"]) + each["num_new"] for each in every)
+    context = Context(job, room, max(map(len, job["workloads"].values())))
 
     def run(requests: list[dict[str, Any]]) -> Iterator[int]:
         context.clear()

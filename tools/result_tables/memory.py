@@ -76,23 +76,6 @@ def _change(row: Mapping[str, Any], name: str) -> str:
     return f"{row['change_percent'][name]:+.2f} ± {row['error_percent'][name]:.2f} %"
 
 
-def peers_quality(result: Result) -> str:
-    head = ("format", "Penstock", "OpenVINO GenAI", "llama.cpp")
-    plain = result.figures["perplexity_16_or_32_bit"]
-    first = ("perplexity in 16 or 32 bits", *(plain[key] for key in PEERS))
-    rows = [
-        (row["format"], *(_percent(row[key]) for key in PEERS)) for row in result.figures["rows"]
-    ]
-    return markdown(head, [first, *rows])
-
-
-PEERS = ("penstock", "openvino", "llama_cpp")
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:+g} %"
-
-
 def kv_formats(result: Result) -> str:
     head = ("KV", "bytes a block", "blocks", "mean running", "factor", "preemptions", "tokens/s")
     rows = [

@@ -41,6 +41,29 @@ def _system(name: str) -> str:
     return names.get(name) or (f"Penstock, {weights}" if name.startswith("penstock") else name)
 
 
+def peers(result: Result) -> str:
+    """Each system's formats: size, loss and speed on one model."""
+    head = (
+        *("system", "weights", "bits a weight", "MiB", "perplexity"),
+        *("W1 first token", "W1 ms/token", "W2 tokens/s"),
+    )
+    rows = []
+    for row in result.figures["rows"]:
+        change = f"{row['perplexity']:.2f}"
+        if "change_percent" in row:
+            change = f"{row['change_percent']:+.2f} ± {row['error_percent']:.2f} %"
+        rows.append(
+            (
+                *(row["system"], row["format"], f"{row['bits_per_weight']:.2f}"),
+                *(fixed(row["weights_mib"], 0), change),
+                fixed(row.get("w1_first_token_ms"), 0, " ms"),
+                fixed(row.get("w1_ms_per_token"), 2),
+                fixed(row.get("w2_tokens_per_s"), 0),
+            )
+        )
+    return markdown(head, rows)
+
+
 def peers_speed(result: Result) -> str:
     head = ("system", "W1 first token, ms", "W1 ms/token", "W2 tokens/s")
     rows = [
