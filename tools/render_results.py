@@ -139,7 +139,6 @@ TABLES: dict[str, Table] = {
     "int4-off-grid": Table(["format-quality/epyc-smollm2-off-grid"], memory.int4_quality),
     "format-quality-dense": Table(["format-quality/xeon-amx-dense"], memory.format_quality),
     "format-quality-smollm2": Table(["format-quality/epyc-smollm2"], memory.format_quality),
-    "calibrated-smollm2": Table(["calibrated/smollm2"], gguf.calibrated_quality),
     "calibrated-builtin": Table(["calibrated/builtin-unprepared"], gguf.calibrated_quality),
     "format-quality-moe": Table(["format-quality/xeon-avx512-moe"], memory.format_quality),
     "gguf-quality": Table(["gguf-quality/epyc-smollm2"], gguf.quality),

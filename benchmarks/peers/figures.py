@@ -83,12 +83,14 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         (axes[0], "w1_ms_per_token", "W1: ms a token (left is better)"),
         (axes[1], "w2_tokens_per_s", "W2: tokens/s (right is better)"),
     ):
+        middle = 0.6 * max(row[key] for row in shown)
         for row in shown:
             mark, colour = MARKS[row["system"]]
             axis.plot(row[key], row["change_percent"], mark, color=colour, markersize=8)
             label = f"{row['format']}, {row['bits_per_weight']:.2f} bits"
             place = (row[key], row["change_percent"])
-            axis.annotate(label, place, (6, 4), textcoords="offset points", fontsize=7.5)
+            x, side = (6, "left") if row[key] < middle else (-6, "right")  # inside the frame
+            axis.annotate(label, place, (x, 4), textcoords="offset points", ha=side, fontsize=7.5)
         axis.set_yscale("symlog", linthresh=1)
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)
