@@ -31,10 +31,12 @@ def own_windows(
     decoder = load_model(str(model), weights="auto", device="cpu", progress=False)
     length = min(WINDOW, decoder.config.max_position_embeddings - 1, num_tokens)
     first, num_windows = _first_token(decoder.config), max(1, num_tokens // length)
+    num_seqs = min(NUM_SEQS, num_windows)
     config = EngineConfig(
-        max_num_seqs=NUM_SEQS,
+        max_num_seqs=num_seqs,
         max_num_batched_tokens=WINDOW,
-        num_blocks=NUM_SEQS * (length // BLOCK_SIZE + 2),
+        max_waiting=num_windows,
+        num_blocks=num_seqs * (length // BLOCK_SIZE + 2),
         block_size=BLOCK_SIZE,
         prefix_cache=False,
         seed=0,
@@ -48,6 +50,7 @@ def own_windows(
         for delta in engine.step():
             windows[int(delta.request_id)] += delta.token_ids
             on_tokens(len(delta.token_ids))
+    engine.close()
     return windows
 
 
