@@ -121,8 +121,9 @@ def _view(memory: Tensor, part: _Part) -> Tensor:
 
 def _kind(packed: PackedLinear, parts: list[_Part]) -> str:
     group: Any = getattr(packed.payload, "group", None)
+    transform = ", Hadamard" * packed.hadamard
     shapes = [f"{part.name or 'values'} {list(part.shape)}" for part in parts]
     return (
         f"{packed.format} [{packed.out_features}, {packed.in_features}] of {packed.layout} layout "
-        f"(group {group}; {', '.join(shapes)})"
+        f"(group {group}{transform}; {', '.join(shapes)})"
     )

@@ -139,7 +139,8 @@ def gated_mlp(
     gate, _ = both.chunk(2, dim=1)
     if down.takes_int8:
         assert active is None
-        rows = silu_mul_int8(both, out=Int8Rows.inside(gate, down.group, scales))
+        rows = Int8Rows.inside(gate, down.group, scales, hadamard=down.hadamard)
+        rows = silu_mul_int8(both, out=rows)
         return linear(rows, down, out=out)
     product = silu_mul(both, out=gate)
     if active is not None:

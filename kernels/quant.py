@@ -22,8 +22,10 @@ WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
 # int8g: 8-bit codes with scales of groups. Only files hold it; nothing here rounds a weight to it.
 Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]  # as search_int4
+Transform = Callable[[Tensor], Tensor]  # as hadamard_transform
 CodeFormat = WeightFormat | Literal["int8g"]
 INT8_GROUP = 64  # activations that share a scale before an int8 weight
+HADAMARD_BLOCK = 64  # inputs that a Hadamard transform mixes; its root is a power of two
 INT4_GROUP = 128  # of checkpoints in int4 as they are written: one scale, no zero point
 INT4_STEP_GROUP = 16  # inputs of an int4 weight, rounded at load, that share a step and an offset
 NF4_GROUP = 64
@@ -54,6 +56,8 @@ class QuantizedWeight:
     odd K does not count.
     int8g: `codes` int8 [N, K], `scales` [N, G]; w = (code - zero) * scale, where zero is 0, or the
     group's own in `zeros` fp32 [N, G].
+    `hadamard`: w is the transformed weight, for activations that are transformed before they are
+    rounded (`hadamard_transform`); of int8, and of int4 with steps.
     """
 
     format: CodeFormat
@@ -65,6 +69,7 @@ class QuantizedWeight:
     steps: Tensor | None = None
     offsets: Tensor | None = None
     weight_only: bool = False  # of int4: activations stay as they are
+    hadamard: bool = False
 
     @property
     def out_features(self) -> int:
@@ -101,17 +106,23 @@ class Int8Rows:
 
     `codes` int8 [M, K], any stride over M; `scales` fp32 [M, G], dense, of G groups of `group`
     inputs each (None: one of all). `dtype` is what they were before, and what a linear makes of
-    them.
+    them. `hadamard`: they were transformed before they were rounded.
     """
 
     codes: Tensor
     scales: Tensor
     group: int | None = None
     dtype: torch.dtype = torch.float32
+    hadamard: bool = False
 
     @classmethod
     def inside(
-        cls, memory: Tensor, group: int | None = None, scales: Tensor | None = None
+        cls,
+        memory: Tensor,
+        group: int | None = None,
+        scales: Tensor | None = None,
+        *,
+        hadamard: bool = False,
     ) -> Int8Rows:
         """Rows to be filled, whose codes lie at the start of each row of `memory` [M, K].
 
@@ -124,7 +135,7 @@ class Int8Rows:
             scales = torch.empty(shape, dtype=torch.float32, device=memory.device)
         else:
             scales = scales.view(-1)[: shape[0] * shape[1]].view(shape)
-        return cls(memory.view(torch.int8)[:, :depth], scales, group, memory.dtype)
+        return cls(memory.view(torch.int8)[:, :depth], scales, group, memory.dtype, hadamard)
 
     @property
     def shape(self) -> torch.Size:
@@ -143,14 +154,21 @@ def quantize_weight(
     group: int = INT4_STEP_GROUP,
     *,
     symmetric: bool = False,
+    hadamard: Transform | None = None,
     search: Search = search_int4,
 ) -> QuantizedWeight:
     """`weight` [N, K] of any float dtype, rounded to the nearest code; no calibration.
 
     `group`: of int4, a multiple of 8. Its steps and offsets are those of the least squared error
     that `search` finds; `symmetric`: as checkpoints hold it instead, in groups of any size with a
-    scale each, that of the largest weight. Raises ValueError for a group that does not fit.
+    scale each, that of the largest weight. `hadamard`: of int8 and int4, `hadamard_transform` or
+    what gives the same, to which the weight goes before it is rounded. Raises ValueError for a
+    group that does not fit.
     """
+    if hadamard is not None:
+        assert format in ("int8", "int4") and not symmetric
+        plain = quantize_weight(hadamard(weight), format, group, search=search)
+        return replace(plain, hadamard=True)
     wide = weight.float()
     if format == "int8":
         codes, scales = quantize_rows_int8(wide)
@@ -166,10 +184,11 @@ def quantize_weight(
 
 
 def dequantize_weight(quantized: QuantizedWeight) -> Tensor:
-    """The weight that the codes stand for: fp32 [N, K]."""
+    """The weight that the codes stand for: fp32 [N, K], no longer transformed."""
     if quantized.format in ("int8", "fp8") or quantized.steps is not None:
         codes = int8_codes(quantized) if quantized.format == "int4" else quantized.codes
-        return codes.float() * quantized.scales[:, None]
+        values = codes.float() * quantized.scales[:, None]
+        return hadamard_transform(values) if quantized.hadamard else values
     assert quantized.group is not None
     codes, zeros = quantized.codes, quantized.zeros
     columns = torch.arange(quantized.in_features, device=codes.device) // quantized.group
@@ -194,7 +213,8 @@ def int8_codes(quantized: QuantizedWeight) -> Tensor:
 
 
 def for_plain_rows(quantized: QuantizedWeight) -> QuantizedWeight:
-    """The same int4 weight, multiplied with activations as they are."""
+    """The same int4 weight, not transformed, multiplied with activations as they are."""
+    assert not quantized.hadamard
     steps, offsets, scales = quantized.steps, quantized.offsets, quantized.scales
     if steps is None or offsets is None:
         return replace(quantized, weight_only=True)
@@ -204,11 +224,35 @@ def for_plain_rows(quantized: QuantizedWeight) -> QuantizedWeight:
     )
 
 
-def quantize_rows_int8(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+def hadamard_transform(x: Tensor) -> Tensor:
+    """`x` [..., K] -> fp32 [..., K]: each whole block of 64 times the Hadamard matrix over 8, which
+    is its own inverse; the inputs after the last one as they are.
+
+    Products of two transformed rows are those of the rows. A value far larger than its neighbours
+    is spread over its block, so that rounding loses less of them (QuaRot, Ashkboos et al. 2024).
+    The sums of pairs at distance 1 come first, of those at distance 32 last.
+    """
+    wide = x.float()
+    whole = wide.shape[-1] // HADAMARD_BLOCK * HADAMARD_BLOCK
+    blocks = wide[..., :whole].unflatten(-1, (whole // HADAMARD_BLOCK, HADAMARD_BLOCK))
+    distance = 1
+    while distance < HADAMARD_BLOCK:
+        a, b = blocks.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        blocks = torch.stack((a + b, a - b), -2).flatten(-3)
+        distance *= 2
+    return torch.cat(((blocks * HADAMARD_BLOCK**-0.5).flatten(-2), wide[..., whole:]), -1)
+
+
+def quantize_rows_int8(
+    x: Tensor, group: int | None = None, *, hadamard: bool = False
+) -> tuple[Tensor, Tensor]:
     """`x` [M, K] -> int8 [M, K] in [-127, 127], half to even, and fp32 scales [M, G] of groups.
 
-    A group that holds NaN or an infinity has the scale NaN, so that all made of it is NaN.
+    A group that holds NaN or an infinity has the scale NaN, so that all made of it is NaN. With
+    `hadamard` the rows are transformed before, in blocks.
     """
+    if hadamard:
+        x = hadamard_transform(x)
     depth = x.shape[1]
     groups = _groups(x.float(), group) if group and depth else x.float().unsqueeze(1)
     scales = (_row_max(groups) / 127.0).clamp(min=MIN_SCALE)
@@ -234,7 +278,7 @@ def linear_reference(
     """
     if quantized.takes_int8 and not weight_only:
         group = quantized.row_group
-        rows, scales = quantize_rows_int8(x, group)
+        rows, scales = quantize_rows_int8(x, group, hadamard=quantized.hadamard)
         columns = torch.arange(x.shape[1], device=x.device) // (group or x.shape[1] or 1)
         scaled = rows.double() * scales.double()[:, columns]
         if quantized.format == "int8" or quantized.steps is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import native
 from penstock.kernels.cpu import rowwise as native_rowwise
-from penstock.kernels.quant import Int8Rows, num_groups
+from penstock.kernels.quant import Int8Rows, hadamard_transform, num_groups
 from penstock.kernels.reference import rowwise as reference
 from penstock.kernels.types import rows_are_dense
 
@@ -123,12 +123,13 @@ def rms_norm_int8(
     *,
     residual: Tensor | None = None,
     group: int | None = None,
+    hadamard: bool = False,
     out: Int8Rows | None = None,
     total: Tensor | None = None,
 ) -> Int8Rows:
     """`rms_norm` of `x` [T, D], and its rows quantised, in one pass: the codes and the scales that
-    `quantize_rows_int8(rms_norm(...), group)` gives, bit for bit, the roundings to `x.dtype`
-    included. `group` counts only without `out`, which has its own.
+    `quantize_rows_int8(rms_norm(...), group, hadamard=hadamard)` gives, bit for bit, the roundings
+    to `x.dtype` included. `group` and `hadamard` count only without `out`, which has its own.
 
     With `residual` [T, D], h = x + residual is written to `total` (which may be `residual` itself)
     and normed; without, `total` must be None. `out` may be `Int8Rows.inside` any memory but that of
@@ -138,32 +139,51 @@ def rms_norm_int8(
     assert (residual is None) == (total is None)
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
     if out is None:
-        out = _new_rows(x, x.shape[1], group)
+        out = _new_rows(x, x.shape[1], group, hadamard)
     return _int8_backend(x).rms_norm_int8(x, weight, eps, residual, out, total)
 
 
 def silu_mul_int8(
-    gate_up: Tensor, *, group: int | None = None, out: Int8Rows | None = None
+    gate_up: Tensor,
+    *,
+    group: int | None = None,
+    hadamard: bool = False,
+    out: Int8Rows | None = None,
 ) -> Int8Rows:
     """`silu_mul` of `gate_up` [T, 2I], and its rows [T, I] quantised, in one pass: the codes and
-    the scales that `quantize_rows_int8(silu_mul(gate_up), group)` gives, bit for bit.
+    the scales that `quantize_rows_int8` of `silu_mul(gate_up)` gives, bit for bit.
 
-    `group` counts only without `out`, which may be `Int8Rows.inside` the gate half itself.
+    `group` and `hadamard` count only without `out`, which may be `Int8Rows.inside` the gate half
+    itself.
     """
     assert gate_up.stride(-1) == 1
     if out is None:
-        out = _new_rows(gate_up, gate_up.shape[1] // 2, group)
+        out = _new_rows(gate_up, gate_up.shape[1] // 2, group, hadamard)
     return _int8_backend(gate_up).silu_mul_int8(gate_up, out)
 
 
-def quantize_int8(x: Tensor, *, group: int | None = None, out: Int8Rows | None = None) -> Int8Rows:
+def quantize_int8(
+    x: Tensor,
+    *,
+    group: int | None = None,
+    hadamard: bool = False,
+    out: Int8Rows | None = None,
+) -> Int8Rows:
     """The rows of `x` [T, D] as `quantize_rows_int8` makes them, for linears that share them.
 
-    `group` counts only without `out`, which has its own.
+    `group` and `hadamard` count only without `out`, which has its own.
     """
     if out is None:
-        out = _new_rows(x, x.shape[1], group)
+        out = _new_rows(x, x.shape[1], group, hadamard)
     return _int8_backend(x).quantize_int8(x, out)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`quant.hadamard_transform` of `x` [N, K], bit for bit: in one pass where the native library
+    is."""
+    if x.stride(1) == 1 and native.usable(x) is not None:
+        return native_rowwise.hadamard(x)
+    return hadamard_transform(x)
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -207,8 +227,8 @@ def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Ten
     return _backend(routed).combine(routed, places, weights.float().contiguous(), out)
 
 
-def _new_rows(x: Tensor, num_columns: int, group: int | None) -> Int8Rows:
+def _new_rows(x: Tensor, num_columns: int, group: int | None, hadamard: bool) -> Int8Rows:
     codes = torch.empty(x.shape[0], num_columns, dtype=torch.int8, device=x.device)
     groups = num_groups(num_columns, group)
     scales = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
-    return Int8Rows(codes, scales, group, x.dtype)
+    return Int8Rows(codes, scales, group, x.dtype, hadamard)

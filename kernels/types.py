@@ -253,7 +253,8 @@ class PackedLinear:
 
     `payload` is that form, and `layout` names the kernels that read it. `num_bytes` is read in one
     pass over the weight: codes, scales and zeros, or plain elements. `takes_int8`: it multiplies
-    int8 rows, and quantises others; `group`: inputs of such rows that share a scale; None: a row's.
+    int8 rows, and quantises others; `group`: inputs of such rows that share a scale; None: a row's;
+    `hadamard`: they are transformed before they are rounded.
     """
 
     payload: Any
@@ -265,6 +266,12 @@ class PackedLinear:
     layout: Layout
     group: int | None = None
     takes_int8: bool = False
+    hadamard: bool = False
+
+    @property
+    def row_form(self) -> tuple[int | None, bool] | None:
+        """`group` and `hadamard` of the int8 rows that it multiplies; None: it takes plain rows."""
+        return (self.group, self.hadamard) if self.takes_int8 else None
 
     @classmethod
     def of_floats(

@@ -93,7 +93,8 @@ class ModelOptions:
     quantize_o: bool = option(True, "apply weights to the attention output projections too")
     quantize_lm_head: bool = option(
         False,
-        "apply weights to the LM head too; where it is tied to the embedding, to a copy of it",
+        "quantise the LM head too, in int8 where weights is int4; where it is tied to the "
+        "embedding, a copy of it",
     )
     max_model_len: int | None = option(
         None, "maximum tokens of prompt and answer together; none: the model's own limit", min=1

@@ -75,9 +75,16 @@ def int4_options(settings: ModelOptions) -> Int4Options:
     return Int4Options(int(settings.int4_group), settings.int4_activations)
 
 
+def head_format(format: StoredFormat) -> QuantizedFormat:
+    """Of a quantised head, where the linear layers are in `format`: int8 beside int4, because an
+    error of the head goes into every token unmended."""
+    return "int8" if format == "int4" or format == "int8g" else format
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Which weights are quantised at load, and how. `format` None: none.
+    """Which weights are quantised at load, and how. `format` None: no linear layers; `head` None:
+    not the head.
 
     Embeddings, norms, biases and routers are never quantised. `int8_group`: inputs of int8 weights,
     stored ones too, whose activations share a scale; None: a whole row.
@@ -85,16 +92,13 @@ class WeightPlan:
 
     format: QuantizedFormat | None = None
     quantize_o: bool = True
-    quantize_lm_head: bool = False
+    head: QuantizedFormat | None = None
     int8_group: int | None = 64  # as kernels.quant.INT8_GROUP
     int4: Int4Options = INT4
 
     def of_o(self) -> QuantizedFormat | None:
         """The format of attention's output projections."""
         return self.format if self.quantize_o else None
-
-    def of_lm_head(self) -> QuantizedFormat | None:
-        return self.format if self.quantize_lm_head else None
 
 
 def weight_plan(
@@ -103,18 +107,22 @@ def weight_plan(
     quantize_o: bool = True,
     quantize_lm_head: bool = False,
 ) -> WeightPlan:
-    """What is quantised at load. Raises ConfigError for a checkpoint in another format."""
-    if weights not in QUANTIZED_FORMATS:
-        return WeightPlan()
+    """What is quantised at load. Raises ConfigError for a checkpoint in another format.
+
+    A head that a quantised checkpoint has in plain numbers is quantised beside its codes, if they
+    stay codes."""
+    if weights in QUANTIZED_FORMATS and (scheme is None or scheme.is_opened(weights)):
+        head = head_format(weights) if quantize_lm_head else None
+        return WeightPlan(weights, quantize_o, head)
     if scheme is None or scheme.is_opened(weights):
-        return WeightPlan(weights, quantize_o, quantize_lm_head)
-    if scheme.method != "gguf" and scheme.formats != (weights,):
+        return WeightPlan()
+    if weights != "auto" and scheme.method != "gguf" and scheme.formats != (weights,):
         raise ConfigError(
             f"weights is {weights}, but this checkpoint is quantised as "
             f"{' and '.join(scheme.formats)} already; serve it with weights auto, or give the "
             "original checkpoint"
         )
-    return WeightPlan()
+    return WeightPlan(head=head_format(scheme.formats[0]) if quantize_lm_head else None)
 
 
 def check_neurons(scheme: StoredScheme | None, weights: str, who: str) -> None:

@@ -111,6 +111,9 @@ def check_rows(dtype: torch.dtype) -> Triples:
         rowwise_quant_triton.quantize_rows(x, codes, by_group, group)
         want = quant.quantize_rows_int8(x.cpu(), group)
         yield f"int8 {rows} x {dim}", (codes.cpu() != want[0]).sum().to(DEVICE), none
+        rowwise_quant_triton.quantize_rows(x, codes, by_group, group, hadamard=True)
+        want = quant.quantize_rows_int8(x.cpu(), group, hadamard=True)
+        yield f"transformed {rows} x {dim}", (codes.cpu() != want[0]).sum().to(DEVICE), none
         bits = codes.view(torch.uint8)
         rowwise_quant_triton.quantize_rows(x, bits, scales)
         want = quant.quantize_rows_fp8(x.cpu())

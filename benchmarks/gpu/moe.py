@@ -20,7 +20,7 @@ def packed(weight: GpuWeight) -> PackedLinear:
     format = "int4" if kind == "int4_steps" else "bf16" if kind == "plain" else kind
     return PackedLinear(
         weight, None, weight.in_features, weight.out_features, weight.num_bytes, format, "triton",
-        weight.row_group, weight.takes_int8,
+        weight.row_group, weight.takes_int8, weight.hadamard,
     )  # fmt: skip
 
 

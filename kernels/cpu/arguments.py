@@ -52,7 +52,7 @@ def _prefixed(name: str, fields: str) -> str:
     return " ".join(f"{name}.{field}" for field in fields.split())
 
 
-_INT8 = "int8.codes int8.stride int8.scales int8.group"
+_INT8 = "int8.codes int8.stride int8.scales int8.group int8.hadamard"
 _WRITE = f"dtype k k_stride v v_stride {_cache('cache')} slots tokens threads"
 
 PACK = Arguments("dtype weight weight_stride packed columns depth threads")
@@ -60,7 +60,7 @@ LINEAR = Arguments("dtype x x_stride packed bias out out_stride rows columns dep
 PACK_INT8 = Arguments("codes stride packed columns depth threads")
 LINEAR_INT8 = Arguments(
     "dtype x x_stride x_scales packed scales bias out out_stride rows columns depth group threads "
-    "steps offsets weight_group"
+    "steps offsets weight_group hadamard"
 )
 PACK_INT4 = Arguments("codes stride packed columns depth threads")
 SEARCH_INT4 = Arguments("weight stride scales codes steps offsets rows depth group threads")
@@ -87,6 +87,7 @@ QUANTIZE = Arguments(f"dtype x stride rows dim threads {_INT8}")
 ROPE = Arguments("dtype q q_stride k k_stride cos sin tokens heads kv_heads dim half threads")
 ROPE_TO = Arguments("dtype q q_stride out out_stride cos sin tokens heads dim half threads")
 SILU_MUL = Arguments(f"dtype gate_up stride out out_stride rows dim threads {_INT8}")
+HADAMARD = Arguments("dtype x stride out rows dim threads")
 COMBINE = Arguments("dtype rows places weights out tokens ranks dim threads")
 UNPACK_NEURONS = Arguments("dtype rows row_stride places count gate_up down hidden inner")
 SAMPLE = Arguments(
@@ -115,6 +116,7 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "rope_to": ROPE_TO,
     "silu_mul": SILU_MUL,
     "combine": COMBINE,
+    "hadamard": HADAMARD,
     "unpack_neurons": UNPACK_NEURONS,
     "sample": SAMPLE,
 }

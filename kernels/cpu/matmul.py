@@ -6,7 +6,7 @@ The parameters mean what they mean in `kernels/matmul.py`, which chooses this ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class NativeWeight:
     """A quantised weight [N, K] as the native library reads it; `bias` fp32 [N] or None.
 
     `scales` fp32 [N], or, of groups, [panels, G, panel] like `shifts`, which are 8 - zero of int4,
-    - zero of int8g. `group` of int8 is of the activations.
+    - zero of int8g. `group` of int8 is of the activations, as is `hadamard`.
     """
 
     format: CodeFormat
@@ -47,6 +47,7 @@ class NativeWeight:
     in_features: int
     out_features: int
     group: int
+    hadamard: bool = False
 
 
 def suits(weight: Tensor | QuantizedWeight) -> bool:
@@ -66,7 +67,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
             payload = _pack_codes(weight, bias)
         return PackedLinear(
             payload, bias, weight.in_features, weight.out_features, weight.num_bytes,
-            weight.format, "native", weight.row_group, weight.takes_int8,
+            weight.format, "native", weight.row_group, weight.takes_int8, weight.hadamard,
         )  # fmt: skip
     num_outputs, num_inputs = weight.shape
     if weight.stride(1) != 1:
@@ -138,7 +139,10 @@ def _pack_codes(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
         else:  # a NaN code makes its whole output feature NaN
             scales = scales.masked_fill(codes.float().isnan().any(1), float("nan"))
     bias = None if bias is None else bias.float().contiguous()
-    return NativeWeight(quantized.format, packed, scales, shifts, bias, depth, num_outputs, group)
+    return NativeWeight(
+        quantized.format, packed, scales, shifts, bias, depth, num_outputs, group,
+        quantized.hadamard,
+    )  # fmt: skip
 
 
 def _quantised_linear(
@@ -147,7 +151,7 @@ def _quantised_linear(
     """fp16 rows are computed in fp32."""
     if x.dtype not in native.DTYPES:
         if isinstance(x, Int8Rows):
-            y = _quantised_linear(Int8Rows(x.codes, x.scales, x.group), weight, None)
+            y = _quantised_linear(replace(x, dtype=torch.float32), weight, None)
         else:
             y = _quantised_linear(x.float(), weight, None)
         return y.to(x.dtype) if out is None else out.copy_(y)
@@ -167,10 +171,11 @@ def _quantised_linear(
     if weight.format == "int8":
         if isinstance(x, Int8Rows):
             assert (x.group or weight.in_features) == weight.group and x.scales.is_contiguous()
+            assert x.hadamard == weight.hadamard
         lib.pk_linear_int8(LINEAR_INT8.pack(
             *source, x.scales.data_ptr() if isinstance(x, Int8Rows) else 0,
             weight.codes.data_ptr(), weight.scales.data_ptr(), bias, *target,
-            max(1, weight.group), threads, 0, 0, 0,
+            max(1, weight.group), threads, 0, 0, 0, weight.hadamard,
         ))  # fmt: skip
     else:
         assert isinstance(x, Tensor), f"{weight.format} weights take plain activations"

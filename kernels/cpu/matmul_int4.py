@@ -23,7 +23,7 @@ class NativeInt4:
     With `steps`, they and `offsets` (uint8, 128 more than the weight's) are [panels, G, panel], and
     `scales` fp32 [N]. Else `scales` fp32 are [panels, G, panel], as are `zeros` (uint8) or, where
     zero points are no integers, `minimums` fp32: - zero * scale. `row_group`: inputs whose
-    activations share a scale.
+    activations share a scale; `hadamard`: they are transformed before.
     """
 
     codes: Tensor
@@ -37,6 +37,7 @@ class NativeInt4:
     out_features: int
     group: int
     row_group: int
+    hadamard: bool = False
 
 
 def pack(quantized: QuantizedWeight, bias: Tensor | None) -> NativeInt4:
@@ -65,7 +66,7 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None) -> NativeInt4:
     assert quantized.group is not None and quantized.row_group is not None
     return NativeInt4(
         packed, scales, steps, offsets, zeros, minimums, bias, depth, num_outputs,
-        quantized.group, quantized.row_group,
+        quantized.group, quantized.row_group, quantized.hadamard,
     )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def linear(x: Tensor | Int8Rows, rows: Tensor, weight: NativeInt4, out: Tensor) 
     x_scales = 0
     if isinstance(x, Int8Rows):
         assert x.group == weight.row_group and x.scales.is_contiguous()
+        assert x.hadamard == weight.hadamard
         x_scales = x.scales.data_ptr()
     source = (native.DTYPES[x.dtype], rows.data_ptr(), rows.stride(0), x_scales,
               weight.codes.data_ptr(), weight.scales.data_ptr())  # fmt: skip
@@ -82,7 +84,7 @@ def linear(x: Tensor | Int8Rows, rows: Tensor, weight: NativeInt4, out: Tensor) 
     if weight.steps is not None:
         lib.pk_linear_int8(LINEAR_INT8.pack(
             *source, *target, weight.in_features, weight.row_group, threads,
-            weight.steps.data_ptr(), _address(weight.offsets), weight.group,
+            weight.steps.data_ptr(), _address(weight.offsets), weight.group, weight.hadamard,
         ))  # fmt: skip
     else:
         lib.pk_linear_int4_groups(LINEAR_INT4_GROUPS.pack(

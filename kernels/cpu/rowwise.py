@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import native
-from penstock.kernels.cpu.arguments import COMBINE, QUANTIZE, RMS_NORM, ROPE, ROPE_TO, SILU_MUL
+from penstock.kernels.cpu.arguments import (
+    COMBINE,
+    HADAMARD,
+    QUANTIZE,
+    RMS_NORM,
+    ROPE,
+    ROPE_TO,
+    SILU_MUL,
+)
 from penstock.kernels.quant import Int8Rows
 
 
@@ -19,7 +27,7 @@ def rms_norm(
     total: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     to = out.data_ptr(), out.stride(0), out.stride(-2)
-    _rms_norm(x, weight, eps, residual, to, total, (0, 0, 0, 0))
+    _rms_norm(x, weight, eps, residual, to, total, (0, 0, 0, 0, 0))
     return out if total is None else (out, total)
 
 
@@ -33,7 +41,7 @@ def rms_norm_int8(
 
 def _rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, to: tuple[int, int, int],
-    total: Tensor | None, codes: tuple[int, int, int, int],
+    total: Tensor | None, codes: tuple[int, int, int, int, int],
 ) -> None:  # fmt: skip
     heads = x.shape[1] if x.dim() == 3 else 1
     assert residual is None or (heads == 1 and residual.dtype == x.dtype)
@@ -69,7 +77,7 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
 def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
     native.bound.library.pk_silu_mul(SILU_MUL.pack(
         native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(),
-        out.stride(0), *out.shape, torch.get_num_threads(), 0, 0, 0, 0,
+        out.stride(0), *out.shape, torch.get_num_threads(), 0, 0, 0, 0, 0,
     ))  # fmt: skip
     return out
 
@@ -91,6 +99,15 @@ def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
     return out
 
 
+def hadamard(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.float32)
+    native.bound.library.pk_hadamard(HADAMARD.pack(
+        native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), out.data_ptr(), *x.shape,
+        torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
+
+
 def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     num_tokens, num_ranks = places.shape
     native.bound.library.pk_combine(COMBINE.pack(
@@ -100,7 +117,7 @@ def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Ten
     return out
 
 
-def _codes_args(out: Int8Rows) -> tuple[int, int, int, int]:
+def _codes_args(out: Int8Rows) -> tuple[int, int, int, int, int]:
     assert out.codes.stride(1) == 1 and out.scales.is_contiguous()
     group = out.group or out.codes.shape[1] or 1
-    return out.codes.data_ptr(), out.codes.stride(0), out.scales.data_ptr(), group
+    return out.codes.data_ptr(), out.codes.stride(0), out.scales.data_ptr(), group, out.hadamard

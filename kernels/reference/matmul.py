@@ -28,7 +28,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
     if isinstance(weight, QuantizedWeight):
         return PackedLinear(
             weight, bias, weight.in_features, weight.out_features, weight.num_bytes, weight.format,
-            "plain", weight.row_group, weight.takes_int8,
+            "plain", weight.row_group, weight.takes_int8, weight.hadamard,
         )  # fmt: skip
     if not onednn_packs(weight):
         return PackedLinear.of_floats(weight, weight, bias, "plain")
@@ -72,7 +72,9 @@ def _quantised_linear(
         group = quantized.row_group
         rows = x
         if isinstance(rows, Tensor):
-            rows = Int8Rows(*quantize_rows_int8(rows, group), group, rows.dtype)
+            made = quantize_rows_int8(rows, group, hadamard=quantized.hadamard)
+            rows = Int8Rows(*made, group, rows.dtype, quantized.hadamard)
+        assert rows.hadamard == quantized.hadamard
         if quantized.format == "int8":
             y = _int8_sums(rows, quantized.codes, quantized.scales)
         elif quantized.steps is not None:

@@ -49,7 +49,7 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
 
 
 def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
-    codes, scales = quantize_rows_int8(x, out.group)
+    codes, scales = quantize_rows_int8(x, out.group, hadamard=out.hadamard)
     out.codes.copy_(codes)
     out.scales.copy_(scales)
     return out

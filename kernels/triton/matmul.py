@@ -52,6 +52,7 @@ class GpuWeight:
     out_features: int
     group: int
     step: int
+    hadamard: bool = False  # int8 and int4_steps: rows are transformed before they are rounded
 
     @property
     def takes_int8(self) -> bool:
@@ -85,7 +86,16 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
             group = min(quantized.group, num_inputs)
             step = _step(group, num_inputs, SLAB // 4)
         return GpuWeight(
-            quantized.format, codes, scales, None, bias, num_inputs, num_outputs, group, step
+            quantized.format,
+            codes,
+            scales,
+            None,
+            bias,
+            num_inputs,
+            num_outputs,
+            group,
+            step,
+            quantized.hadamard,
         )
     assert quantized.group is not None
     if quantized.steps is not None:
@@ -111,7 +121,7 @@ def _pack_steps(quantized: QuantizedWeight, bias: Tensor | None) -> GpuWeight:
     return GpuWeight(
         "int4_steps", _slabs(quantized, INT8_GROUP), quantized.scales.float().contiguous(),
         both.T.contiguous(), bias, quantized.in_features, quantized.out_features, quantized.group,
-        INT8_GROUP,
+        INT8_GROUP, quantized.hadamard,
     )  # fmt: skip
 
 
@@ -132,6 +142,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Packed
     return PackedLinear(
         pack(weight, bias), bias, weight.in_features, weight.out_features, weight.num_bytes,
         weight.format, "triton", weight.row_group if takes_int8 else None, takes_int8,
+        weight.hadamard,
     )  # fmt: skip
 
 
@@ -178,6 +189,7 @@ def activations(x: Tensor | Int8Rows, weight: GpuWeight) -> tuple[Tensor, Tensor
         if not weight.takes_int8:
             raise ValueError(f"int8 rows for {weight.format} weights: give them plain activations")
         depth = weight.in_features
+        assert x.hadamard == weight.hadamard
         assert min(x.group or depth, depth) == min(weight.row_group or depth, depth)
         return x.codes, x.scales
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -187,7 +199,7 @@ def activations(x: Tensor | Int8Rows, weight: GpuWeight) -> tuple[Tensor, Tensor
     codes = torch.empty(x.shape, dtype=kind, device=x.device)
     shape = x.shape[0], num_groups(x.shape[1], group)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
-    return rowwise_quant_triton.quantize_rows(x, codes, scales, group)
+    return rowwise_quant_triton.quantize_rows(x, codes, scales, group, hadamard=weight.hadamard)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -108,7 +108,8 @@ def moe_mlp(
         product: Tensor | Int8Rows
         if down.first.takes_int8:
             product = rowwise_quant_triton.silu_mul_int8(
-                both, Int8Rows.inside(gate, down.first.row_group)
+                both,
+                Int8Rows.inside(gate, down.first.row_group, hadamard=down.first.hadamard),
             )
         else:
             product = rowwise_triton.silu_mul(both, gate)

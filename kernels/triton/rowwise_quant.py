@@ -14,12 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.quant import FP8_MAX, MIN_SCALE, Int8Rows
+from penstock.kernels.quant import FP8_MAX, HADAMARD_BLOCK, MIN_SCALE, Int8Rows
 from penstock.kernels.triton.rowwise import _normed
 
 _INT8_MAX = tl.constexpr(127.0)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
+_BLOCK = tl.constexpr(HADAMARD_BLOCK)
+_BLOCK_BITS = tl.constexpr(HADAMARD_BLOCK.bit_length() - 1)
+_BLOCK_SCALE = tl.constexpr(HADAMARD_BLOCK**-0.5)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 has no fraction bits there
 
 
@@ -33,7 +36,8 @@ def rms_norm_int8(
         _rms_norm_int8_kernel[(num_rows,)](
             x, added, weight, out.codes, out.scales, added if total is None else total,
             x.stride(0), added.stride(0), out.codes.stride(0), eps,
-            DIM=dim, GROUP=_group(dim, out.group), ADD=residual is not None, **_row_tile(dim),
+            DIM=dim, GROUP=_group(dim, out.group), HADAMARD=out.hadamard,
+            ADD=residual is not None, **_row_tile(dim),
         )  # fmt: skip
     return out
 
@@ -43,18 +47,18 @@ def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
     if num_rows:
         _silu_mul_int8_kernel[(num_rows,)](
             gate_up, out.codes, out.scales, gate_up.stride(0), out.codes.stride(0),
-            DIM=dim, GROUP=_group(dim, out.group), **_row_tile(dim),
+            DIM=dim, GROUP=_group(dim, out.group), HADAMARD=out.hadamard, **_row_tile(dim),
         )  # fmt: skip
     return out
 
 
 def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
-    quantize_rows(x, out.codes, out.scales, out.group)
+    quantize_rows(x, out.codes, out.scales, out.group, hadamard=out.hadamard)
     return out
 
 
 def quantize_rows(
-    x: Tensor, codes: Tensor, scales: Tensor, group: int | None = None
+    x: Tensor, codes: Tensor, scales: Tensor, group: int | None = None, *, hadamard: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Fills `codes` [M, K], int8, or uint8 for the bits of E4M3, and `scales` fp32 [M, G], dense.
 
@@ -66,7 +70,8 @@ def quantize_rows(
     if num_rows:
         _quantize_kernel[(num_rows,)](
             x, codes, scales, x.stride(0), codes.stride(0),
-            DIM=dim, GROUP=_group(dim, group), FP8=codes.dtype == torch.uint8, **_row_tile(dim),
+            DIM=dim, GROUP=_group(dim, group), HADAMARD=hadamard,
+            FP8=codes.dtype == torch.uint8, **_row_tile(dim),
         )  # fmt: skip
     return codes, scales
 
@@ -118,10 +123,30 @@ def _fp8_codes(y, scale):
 
 
 @triton.jit
+def _transformed(y, i, DIM: tl.constexpr, TILE: tl.constexpr):
+    """`quant.hadamard_transform` of a row, whose elements are numbered `i`.
+
+    Each step takes the last bit of an element's place, adds and subtracts over it, and makes it the
+    first one: after six of them the places are what they were.
+    """
+    whole: tl.constexpr = DIM // _BLOCK * _BLOCK
+    if whole == 0:
+        return y
+    z = tl.reshape(y, [TILE // _BLOCK, _BLOCK])
+    for _ in tl.static_range(_BLOCK_BITS):
+        a, b = tl.split(tl.reshape(z, [TILE // _BLOCK, _BLOCK // 2, 2]))
+        both = tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+        z = tl.reshape(both, [TILE // _BLOCK, _BLOCK])
+    return tl.where(i < whole, tl.reshape(z, [TILE]) * _BLOCK_SCALE, y)
+
+
+@triton.jit
 def _store_int8(
     y, codes_ptr, scales_ptr, row, stride, i, keep,
-    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    if HADAMARD:
+        y = _transformed(y, i, DIM, TILE)
     if GROUP == 0:
         scale = _row_scale(y, _INT8_MAX)
         tl.store(codes_ptr + row * stride + i, _int8_codes(y, scale), mask=keep)
@@ -142,7 +167,8 @@ def _store_int8(
 @triton.jit
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, stride, codes_stride,
-    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -154,14 +180,17 @@ def _quantize_kernel(
         tl.store(codes_ptr + row * codes_stride + i, _fp8_codes(y, scale), mask=keep)
         tl.store(scales_ptr + row, scale)
     else:
-        _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, TILE)
+        _store_int8(
+            y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, HADAMARD, TILE
+        )
 
 
 @triton.jit
 def _rms_norm_int8_kernel(
     x_ptr, added_ptr, weight_ptr, codes_ptr, scales_ptr, total_ptr,
     x_stride, added_stride, codes_stride, eps,
-    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """`_rms_norm_kernel`, and the row quantised where it is."""
     row = tl.program_id(0).to(tl.int64)
@@ -176,13 +205,13 @@ def _rms_norm_int8_kernel(
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
     y = _normed(x, weight, eps, DIM, dtype).to(tl.float32)
-    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, TILE)
+    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, HADAMARD, TILE)
 
 
 @triton.jit
 def _silu_mul_int8_kernel(
     gate_up_ptr, codes_ptr, scales_ptr, stride, codes_stride,
-    DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program a row, rounded as `_silu_mul_kernel` does."""
     row = tl.program_id(0).to(tl.int64)
@@ -191,4 +220,4 @@ def _silu_mul_int8_kernel(
     gate = tl.load(gate_up_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + DIM + i, mask=keep, other=0.0).to(tl.float32)
     y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
-    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, TILE)
+    _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, HADAMARD, TILE)

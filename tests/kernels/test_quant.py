@@ -92,6 +92,47 @@ def test_int4_is_searched_alike_by_the_library_and_by_torch(
         assert error.max() < 0.09 and not each[5].any()  # plain rounding in groups of 128: 0.11
 
 
+@pytest.mark.parametrize("width", [1, 63, 64, 200, 576])
+def test_the_hadamard_transform_is_the_matrix(width: int) -> None:
+    """Sylvester's, in blocks of 64; what is left over stays; applied twice, it is undone."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < 64:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    x, want = _weight((5, width)), _weight((5, width)).double()
+    for start in range(0, width - 63, 64):
+        want[:, start : start + 64] = want[:, start : start + 64] @ matrix / 8
+    found = quant.hadamard_transform(x)
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(quant.hadamard_transform(found), x, rtol=1e-5, atol=1e-6)
+    other = _weight((5, width), seed=1)
+    products = (found * quant.hadamard_transform(other)).sum(1)
+    torch.testing.assert_close(products, (x * other).sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_transformed_weight_stands_for_the_same(format: quant.WeightFormat) -> None:
+    """An outlier in each row costs its block less, and activations with one lose far less."""
+    weight = _weight((70, 320)) / 18
+    weight[:, 100] *= 30
+    made = quant.quantize_weight(weight, format, hadamard=quant.hadamard_transform)
+    plain = quant.quantize_weight(weight, format)
+    assert made.hadamard and not plain.hadamard
+
+    def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+        return float((found - truth).square().mean())
+
+    assert error(quant.dequantize_weight(made), weight) < 0.6 * error(
+        quant.dequantize_weight(plain), weight
+    )
+    x = _weight((40, 320), seed=1)
+    x[:, 200] *= 50
+    lost = [
+        error(quant.linear_reference(x, each), x @ quant.dequantize_weight(each).T)
+        for each in (made, plain)
+    ]
+    assert lost[0] < 0.2 * lost[1]
+
+
 def test_int4_groups_are_whole_words() -> None:
     with pytest.raises(ValueError, match="groups of 12 weights: they are multiples of 8"):
         quant.quantize_weight(torch.zeros(2, 24), "int4", 12)

@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import rowwise
-from penstock.kernels.quant import Int8Rows, quantize_rows_int8
+from penstock.kernels.quant import Int8Rows, hadamard_transform, quantize_rows_int8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 63), (9, 500), (70, 896)]
 GROUPS = [None, 32, 64, 128]
 
 
-def assert_rows(actual: Int8Rows, unfused: Tensor, group: int | None) -> None:
-    codes, scales = quantize_rows_int8(unfused, group)
-    assert actual.group == group
+@pytest.fixture(params=[False, True], ids=["as they are", "transformed"])
+def hadamard(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def assert_rows(actual: Int8Rows, unfused: Tensor, group: int | None, hadamard: bool) -> None:
+    codes, scales = quantize_rows_int8(unfused, group, hadamard=hadamard)
+    assert (actual.group, actual.hadamard) == (group, hadamard)
     assert actual.dtype == unfused.dtype
     assert torch.equal(actual.codes, codes)
     assert torch.equal(actual.scales.nan_to_num(-1.0), scales.nan_to_num(-1.0))
@@ -37,38 +42,43 @@ def trapped(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_quantize(cpu_path, dtype, shape, group):
+def test_quantize(cpu_path, dtype, shape, group, hadamard):
     x = trapped(torch.randn(shape).to(dtype))
-    assert_rows(rowwise.quantize_int8(x, group=group), x, group)
+    rows = rowwise.quantize_int8(x, group=group, hadamard=hadamard)
+    assert_rows(rows, x, group, hadamard)
+    if hadamard:
+        assert torch.equal(rowwise.hadamard(x).nan_to_num(7), hadamard_transform(x).nan_to_num(7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_rms_norm(cpu_path, dtype, shape, group):
+def test_rms_norm(cpu_path, dtype, shape, group, hadamard):
     x, weight = trapped(torch.randn(shape).to(dtype)), torch.randn(shape[1]).to(dtype)
     normed = rowwise.rms_norm(x, weight, 1e-6)
-    assert_rows(rowwise.rms_norm_int8(x, weight, 1e-6, group=group), normed, group)
+    rows = rowwise.rms_norm_int8(x, weight, 1e-6, group=group, hadamard=hadamard)
+    assert_rows(rows, normed, group, hadamard)
     stream = torch.randn(shape).to(dtype)
     y, h = rowwise.rms_norm(x, weight, 1e-6, residual=stream)
-    rows = rowwise.rms_norm_int8(
-        x, weight, 1e-6, residual=stream, total=stream, out=Int8Rows.inside(x, group)
-    )
-    assert_rows(rows, y, group)
+    inside = Int8Rows.inside(x, group, hadamard=hadamard)
+    rows = rowwise.rms_norm_int8(x, weight, 1e-6, residual=stream, total=stream, out=inside)
+    assert_rows(rows, y, group, hadamard)
     assert torch.equal(stream.nan_to_num(), h.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_silu_mul(cpu_path, dtype, shape, group):
+def test_silu_mul(cpu_path, dtype, shape, group, hadamard):
     half = shape[1]
     gate_up = trapped(torch.randn(shape[0], 2 * half).to(dtype))
     product = rowwise.silu_mul(gate_up)
-    assert_rows(rowwise.silu_mul_int8(gate_up, group=group), product, group)
+    rows = rowwise.silu_mul_int8(gate_up, group=group, hadamard=hadamard)
+    assert_rows(rows, product, group, hadamard)
     up = gate_up[:, half:].clone()
-    in_place = rowwise.silu_mul_int8(gate_up, out=Int8Rows.inside(gate_up[:, :half], group))
-    assert_rows(in_place, product, group)
+    inside = Int8Rows.inside(gate_up[:, :half], group, hadamard=hadamard)
+    in_place = rowwise.silu_mul_int8(gate_up, out=inside)
+    assert_rows(in_place, product, group, hadamard)
     assert in_place.codes.data_ptr() == gate_up.data_ptr()
     assert torch.equal(gate_up[:, half:].nan_to_num(), up.nan_to_num())
 

@@ -98,7 +98,8 @@ def plan_calibrated(
     )
     entries = [entry for shard in plan.shards for entry in shard.entries]
     specs = {entry.name: entry.spec for entry in entries if entry.spec is not None}
-    return CalibrationPlan(plan, specs, recipe)
+    wide = {entry.name for entry in entries if entry.format == "int8"}
+    return CalibrationPlan(plan, specs, recipe, frozenset(wide))
 
 
 def _with_widths(plan: CalibrationPlan, wide: frozenset[str]) -> CalibrationPlan:
@@ -133,7 +134,7 @@ def widened(
     meter = ErrorMeter(plan.specs, ReplacedWeights(_opened(plan)), on_weights)
     _run(meter, plan, windows)
     wide = choose_wide(meter.found, plan.num_weights, plan.bits_per_weight, bits_per_weight)
-    return _with_widths(plan, wide)
+    return _with_widths(plan, wide | plan.wide)
 
 
 def calibrate_into(
@@ -186,7 +187,7 @@ def _run(rounds: Rounds, plan: CalibrationPlan, windows: Sequence[Sequence[int]]
     calibrator = LayerCalibrator(config, rounds, runner, states)
     for index in range(config.num_layers):
         calibrator.layer(index)
-    if "lm_head" in plan.specs:
+    if "lm_head" in plan.wide:
         calibrator.head()
     return calibrator.experts
 

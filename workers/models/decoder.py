@@ -55,10 +55,10 @@ class Decoder:
         self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normalised with the next layer's norm, which writes
-        # int8 rows at once, in its groups, if that layer takes them.
+        # int8 rows at once, in its form, if that layer takes them.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
-        takers = [part for layer in layers for part in (layer.attention, layer.mlp)]
-        self._row_groups = [(taker.takes_int8, taker.row_group) for taker in takers]
+        parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
+        self._row_forms = [part.row_form for part in parts]
 
     @torch.inference_mode()
     def forward(
@@ -106,11 +106,12 @@ class Decoder:
         """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]."""
         eps, hidden = self.config.rms_norm_eps, ws.residual
         first = self.layers[0]
-        of_group = {  # the codes lie in the same memory, whatever groups they have
-            group: Int8Rows.inside(ws.normed, group, ws.row_scales)
-            for group in {group for takes_int8, group in self._row_groups if takes_int8}
+        of_form = {  # the codes lie in the same memory, whatever groups they have
+            form: Int8Rows.inside(ws.normed, form[0], ws.row_scales, hadamard=form[1])
+            for form in set(self._row_forms)
+            if form is not None
         }
-        rows = [of_group[group] if takes else None for takes, group in self._row_groups] + [None]
+        rows = [None if form is None else of_form[form] for form in self._row_forms] + [None]
         rolled = None
         if inputs.rolling is not None:
             q_sink = ws.q_sink.unflatten(1, (-1, self.config.head_dim))

@@ -93,7 +93,7 @@ class Attention:
         self.norm_over_all_heads = config.qk_norm == "full"
         self.eps = config.rms_norm_eps
         self.clip = config.clip_qkv
-        self.takes_int8, self.row_group = qkv.takes_int8, qkv.group
+        self.row_form = qkv.row_form
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class Attention:
     ) -> Tensor:
         """`x` [T, hidden] -> [T, hidden] in R3; K and V of all rows are in the cache afterwards.
 
-        `x` may lie in R2, which is overwritten. Int8 rows suit int8 weights only (`takes_int8`).
+        `x` may lie in R2, which is overwritten. Int8 rows have `row_form`.
         `rolled`: `inputs.rolling` split, if there is any.
         """
         num_tokens = x.shape[0]
@@ -122,7 +122,9 @@ class Attention:
         attended = workspace.attended
         self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
         if self.o.takes_int8:
-            rows = Int8Rows.inside(attended, self.o.group, workspace.row_scales)
+            rows = Int8Rows.inside(
+                attended, self.o.group, workspace.row_scales, hadamard=self.o.hadamard
+            )
             rows = quantize_int8(attended, out=rows)
             return linear(rows, self.o, out=workspace.projected)
         return linear(attended, self.o, out=workspace.projected)
@@ -170,7 +172,7 @@ class Mlp:
     def __init__(self, gate_up: PackedLinear, down: PackedLinear):
         self.gate_up = gate_up
         self.down = down
-        self.takes_int8, self.row_group = gate_up.takes_int8, gate_up.group
+        self.row_form = gate_up.row_form
 
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         """`x` [T, hidden], which may lie in R2 -> [T, hidden] in R2. Int8 rows: as `Attention`."""

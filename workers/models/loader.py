@@ -63,7 +63,8 @@ def load_model(
 
     `weights`: "auto" (as the checkpoint), "fp32", "bf16", or int8, int4, nf4 or fp8: linear layers
     are quantised while they load, o_proj with `quantize_o` and the head with `quantize_lm_head`. A
-    checkpoint that is already quantised is served as stored, or dequantised with "fp32" and "bf16".
+    checkpoint that is already quantised is served as stored, but for a plain head with
+    `quantize_lm_head`; or dequantised with "fp32" and "bf16".
     `int8_group`: inputs of int8 weights whose activations share a scale; None: a whole row.
     `dtype`: of activations and of weights that are not quantised: "auto" is the checkpoint's (fp16
     becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. `progress`: who is told
@@ -204,7 +205,7 @@ class _Builder:
                 ]
             )
         final_norm = source.take("model.norm.weight", hidden)
-        lm_head = self._packed(output, None, self.plan.of_lm_head())
+        lm_head = self._packed(output, None, self.plan.head)
         return Decoder(
             config, embedding, layers, final_norm, lm_head, self.routed, generates=generates
         )

@@ -39,7 +39,7 @@ class MoeMlp:
         self.top_k = config.num_experts_per_token
         self.norm_topk_prob = config.norm_topk_prob
 
-    takes_int8, row_group = False, None  # the router reads plain rows
+    row_form = None  # the router reads plain rows
 
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         """`x` [T, hidden] -> [T, hidden], written over `x`."""

@@ -58,9 +58,10 @@ class Roofline:
 
     `kv_group`: dimensions that share a scale in int8 and fp8 KV, at most the head dimension; 0
     leaves scales out, as published tables do. Embedding and head stay in the 16 (or 32) bits of
-    norms unless `quantised_embedding` or `quantised_head` is set; a quantised head that shares its
-    table with a plain embedding becomes a copy. Attention's output projections stay plain too if
-    `quantised_output` is off. `batched_tokens`: rows for whose activations memory is reserved.
+    norms unless `quantised_embedding` or `quantised_head` is set; a quantised head is int8 beside
+    int4 layers, and one that shares its table with a plain embedding becomes a copy. Attention's
+    output projections stay plain too if `quantised_output` is off. `batched_tokens`: rows for whose
+    activations memory is reserved.
 
     The published batch of 272 (Llama-2-7B, A100-80G, 1024 tokens each; PPL's hardware table) comes
     out with int8 weights, embedding and head too, int8 KV without its scales, 80e9 bytes of memory
@@ -105,6 +106,11 @@ class Roofline:
             return self.stored
         return WEIGHT_FORMATS[self.weights]
 
+    @property
+    def _head(self) -> WeightCost:
+        """Of a head that is quantised."""
+        return WEIGHT_FORMATS["int8"] if self.weights == "int4" else self._format
+
     # -- bytes
 
     @property
@@ -113,9 +119,9 @@ class Roofline:
         n, fmt = count_parameters(self.model), self._format
         routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
         embedding = n.embedding * (fmt.bytes if self.quantised_embedding else fmt.other_bytes)
-        head = n.head * (fmt.bytes if self.quantised_head else fmt.other_bytes)
+        head = n.head * (self._head.bytes if self.quantised_head else fmt.other_bytes)
         if self.quantised_head and not n.head and not self.quantised_embedding:
-            head = n.embedding * fmt.bytes * (fmt.bytes != fmt.other_bytes)
+            head = n.embedding * self._head.bytes * (fmt.bytes != fmt.other_bytes)
         return self._linear_bytes + routed + embedding + head + n.other * fmt.other_bytes
 
     @property
@@ -278,7 +284,7 @@ class Roofline:
             routed *= 1 - (1 - m.num_experts_per_token / m.num_experts) ** rows
         head = n.head or n.embedding
         head_quantised = self.quantised_head or (self.quantised_embedding and not n.head)
-        head_bytes = head * (fmt.bytes if head_quantised else fmt.other_bytes)
+        head_bytes = head * (self._head.bytes if head_quantised else fmt.other_bytes)
         weights = (
             self._linear_bytes + routed + n.other * fmt.other_bytes + head_bytes * (head_rows > 0)
         )

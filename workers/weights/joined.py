@@ -28,7 +28,7 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     if len(quantized) == len(weights) and {w.format for w in quantized} in _AS_INT8:
         group = math.gcd(*(weight.group or weight.in_features for weight in quantized))
         quantized = [_as_int8(weight, group) for weight in quantized]
-    kinds = {(weight.format, weight.group, weight.steps is None) for weight in quantized}
+    kinds = {(w.format, w.group, w.steps is None, w.hadamard) for w in quantized}
     if len(quantized) < len(weights) or len(kinds) > 1:
         plain = [w if isinstance(w, Tensor) else dequantize_weight(w) for w in weights]
         return torch.cat([weight.to(_widest(plain)) for weight in plain])

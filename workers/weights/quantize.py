@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.workers.errors import ConfigError, InvariantError, LoadError
 from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig, read_json
-from penstock.workers.quantization import QuantizedFormat
+from penstock.workers.quantization import QuantizedFormat, head_format
 from penstock.workers.weights.checkpoint import (
     INDEX_NAME,
     StoredTensor,
@@ -142,6 +142,7 @@ def plan_quantize(
     shards: dict[str, Shard] = {}
     ignored: list[str] = []
     specs: dict[str, GridSpec] = {}
+    wide: list[str] = []
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         shard = shards.setdefault(stored.file.name, Shard(stored.file.name))
         if _ALL_EXPERTS.search(name):
@@ -158,12 +159,14 @@ def plan_quantize(
         )
         if is_linear and len(stored.shape) != 2:
             raise LoadError(f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}, not 2")
-        spec = None
-        if is_linear and format == "int4":
+        spec, kind = None, format
+        if name == "lm_head.weight":
+            kind = head_format(format)
+        if is_linear and kind == "int4":
             spec = spec_for(stored.shape[1], group, grid, dtype)
             if spec is None:
                 log.warning("%s is not quantised: no group divides %s", module, stored.shape[1])
-        if not is_linear or skips or (format == "int4" and spec is None):
+        if not is_linear or skips or (kind == "int4" and spec is None):
             # The list of linear layers that are not quantised includes routers.
             if is_linear or name.endswith(("gate.weight", "shared_expert_gate.weight")):
                 ignored.append(module)
@@ -171,20 +174,22 @@ def plan_quantize(
             continue
         num_rows, width = stored.shape
         if spec is None:
-            parts = tuple(parts_of(format, num_rows, width, dtype))
+            parts = tuple(parts_of(kind, num_rows, width, dtype))
+            wide += [module] * (kind != format)
         else:
             parts, specs[module] = parts_for(num_rows, width, spec), spec
-        shard.entries.append(OutputTensor(stored, module, parts, format, spec))
+        shard.entries.append(OutputTensor(stored, module, parts, kind, spec))
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
             raise ConfigError(
                 "the head shares its table with the embedding, which is not quantised, so a "
-                "checkpoint cannot store a quantised head; serve with --quantize-lm-head instead"
+                "checkpoint cannot store a quantised head: leave --quantize-lm-head out here, and "
+                "give it to penstock serve, which quantises a copy of the table"
             )
         ignored.append("lm_head")
     ignored.sort()
     if format == "int4":
-        stated = stated_config(specs, [], ignored)
+        stated = stated_config(specs, wide, ignored)
     else:
         stated = {"quantization_config": quantization_config(format, ignored, dtype)}
     return QuantizePlan(source, format, dtype, tuple(shards.values()), tuple(ignored), stated)

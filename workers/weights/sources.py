@@ -20,6 +20,7 @@ from penstock.kernels.quant import (
     for_plain_rows,
     quantize_weight,
 )
+from penstock.kernels.rowwise import hadamard
 from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
@@ -48,12 +49,19 @@ def planned(
 ) -> Tensor | QuantizedWeight:
     """A weight as it will be packed: quantised in `format` unless it already is quantised; in the
     model's `dtype` if `format` is None. `int8_group`: the activations of int8 weights that share a
-    scale; None: a whole row."""
+    scale; None: a whole row. Weights whose activations are rounded to int8 are transformed."""
     is_stored = isinstance(weight, QuantizedWeight)
     if isinstance(weight, Tensor):
         if format is None:
             return weight.to(dtype)
-        weight = quantize_weight(weight, format, int4.group, search=search_int4)
+        takes_int8 = format == "int8" or (format == "int4" and int4.activations != "plain")
+        weight = quantize_weight(
+            weight,
+            format,
+            int4.group,
+            hadamard=hadamard if takes_int8 else None,
+            search=search_int4,
+        )
     is_exact = is_stored and weight.steps is None  # of a file that rounds no activations
     if weight.format == "int4" and (
         int4.activations == "plain" or (is_exact and int4.activations == "auto")

@@ -20,7 +20,7 @@ def add_quantized_layers(group: Any) -> None:
         "--quantize-lm-head",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="quantise the LM head too (default: no)",
+        help="quantise the LM head too, in int8 beside int4 (default: no)",
     )
 
 

@@ -27,6 +27,7 @@ OPERATOR(rope_to, RopeToArgs)
 OPERATOR(silu_mul, SiluMulArgs)
 OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
+OPERATOR(hadamard, HadamardArgs)
 OPERATOR(unpack_neurons, UnpackArgs)
 
 EXPORTED(rope_write_kv, RopeWriteArgs) {

@@ -1,4 +1,5 @@
-// Rows of activations as int8 codes and scales of groups, as kernels/quant.py defines them, bit for bit.
+// Rows of activations as int8 codes and scales of groups, as kernels/quant.py defines them, bit for bit;
+// transformed before or not.
 
 #pragma once
 
@@ -40,6 +41,56 @@ INLINE void write_codes(const T* from, int64_t n, float scale, int8_t* to) {
     }
 }
 
+constexpr int HADAMARD = 64;  // inputs of a block; its root is 8
+
+// The sums and differences of the lanes S apart.
+#if defined(__clang__)
+template <int S, size_t... I>
+INLINE vf across(vf v, std::index_sequence<I...>) {
+    return __builtin_shufflevector(v, v, (I ^ S)...);
+}
+#else
+template <int S, size_t... I>
+INLINE vf across(vf v, std::index_sequence<I...>) {
+    const vi lanes = {(int32_t)(I ^ S)...};
+    return __builtin_shuffle(v, lanes);
+}
+#endif
+template <int S, size_t... I>
+INLINE vi upper_signs(std::index_sequence<I...>) {
+    return vi{(I & S ? INT32_MIN : 0)...};
+}
+template <int S, int N>
+INLINE void add_across(vf (&v)[N]) {
+    if constexpr (S < W) {
+        const auto lanes = std::make_index_sequence<W>{};
+        UNROLL for (int i = 0; i < N; ++i)
+            v[i] = across<S>(v[i], lanes) + (vf)((vi)v[i] ^ upper_signs<S>(lanes));
+        add_across<2 * S>(v);
+    }
+}
+
+// `to` [n] = each whole block of `x` times the Hadamard matrix over 8; the rest as it is.
+template <class T>
+INLINE void hadamard_row(const T* x, int64_t n, float* to) {
+    constexpr int N = HADAMARD / W;
+    int64_t start = 0;
+    for (; start + HADAMARD <= n; start += HADAMARD) {
+        vf v[N];
+        UNROLL for (int i = 0; i < N; ++i) v[i] = load(x + start + i * W);
+        add_across<1>(v);
+        UNROLL for (int step = 1; step < N; step *= 2)
+            UNROLL for (int i = 0; i < N; ++i)
+                if (!(i & step)) {
+                    const vf a = v[i], b = v[i + step];
+                    v[i] = a + b;
+                    v[i + step] = a - b;
+                }
+        UNROLL for (int i = 0; i < N; ++i) store(to + start + i * W, v[i] * 0.125f);
+    }
+    for (; start < n; start += W) store_up_to(to + start, load_up_to(x + start, n - start), n - start);
+}
+
 // The codes of a row, and a scale for each `group` inputs, which is a multiple of W or
 // the whole row.
 template <class T>
@@ -54,4 +105,15 @@ INLINE void quantize_row(const T* x, int64_t n, int64_t group, int8_t* codes, fl
         *scales++ = scale;
         start += group;
     } while (start < n);
+}
+
+// The same of the row, or of the transformed row.
+template <class T>
+INLINE void quantize_row(const T* x, int64_t n, int64_t group, bool hadamard, int8_t* codes,
+                         float* scales) {
+    if (!hadamard) return quantize_row(x, n, group, codes, scales);
+    static thread_local std::vector<float> made;
+    if ((int64_t)made.size() < n) made.resize(n);
+    hadamard_row(x, n, made.data());
+    quantize_row(made.data(), n, group, codes, scales);
 }

@@ -11,11 +11,12 @@ struct CodesArgs {
     int8_t* codes;  // [tokens, dim]; null if rows of T are wanted
     int64_t stride;
     float* scales;  // [tokens, groups], dense
-    int64_t group;  // inputs that share a scale: a multiple of W, or dim
+    int64_t group;     // inputs that share a scale: a multiple of W, or dim
+    int64_t hadamard;  // transform a row before its codes are made
 };
 #define CODES_FIELDS(codes_args)                                             \
     FIELD(codes_args.codes) FIELD(codes_args.stride) FIELD(codes_args.scales) \
-    FIELD(codes_args.group)
+    FIELD(codes_args.group) FIELD(codes_args.hadamard)
 
 struct RmsNormArgs {
     int64_t dtype;
@@ -96,6 +97,16 @@ struct QuantizeArgs {
 LAYOUT(QuantizeArgs,
        FIELD(dtype) FIELD(x) FIELD(stride) FIELD(rows) FIELD(dim) FIELD(threads) CODES_FIELDS(int8))
 
+struct HadamardArgs {
+    int64_t dtype;
+    const void* x;
+    int64_t stride;
+    float* out;  // [rows, dim], dense
+    int64_t rows, dim, threads;
+};
+LAYOUT(HadamardArgs,
+       FIELD(dtype) FIELD(x) FIELD(stride) FIELD(out) FIELD(rows) FIELD(dim) FIELD(threads))
+
 // Where row t of `out` is made: in `out`, or in memory of this thread if its codes are wanted.
 template <class T>
 INLINE T* row_of(void* out, int64_t offset, const CodesArgs& int8, int64_t dim) {
@@ -109,13 +120,21 @@ template <class T>
 INLINE void write_row(const CodesArgs& int8, int64_t t, const T* row, int64_t dim) {
     if (!int8.codes) return;
     const int64_t groups = (dim + int8.group - 1) / int8.group;
-    quantize_row(row, dim, int8.group, int8.codes + t * int8.stride, int8.scales + t * groups);
+    quantize_row(row, dim, int8.group, int8.hadamard, int8.codes + t * int8.stride,
+                 int8.scales + t * groups);
 }
 
 template <class T>
 void quantize(const QuantizeArgs& a) {
 #pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN)
     for (int64_t t = 0; t < a.rows; ++t) write_row(a.int8, t, (const T*)a.x + t * a.stride, a.dim);
+}
+
+template <class T>
+void hadamard(const HadamardArgs& a) {
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN)
+    for (int64_t t = 0; t < a.rows; ++t)
+        hadamard_row((const T*)a.x + t * a.stride, a.dim, a.out + t * a.dim);
 }
 
 template <class T>

@@ -238,6 +238,32 @@ def test_int4_codes_of_files_take_int8_rows(cpu_path, group, zeros, dtype):
             assert torch.equal(linear(x[-num_rows:], packed), together[-num_rows:]), num_rows
 
 
+@pytest.mark.parametrize("group", [None, 32, 64])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+def test_transformed_weights_transform_their_rows(cpu_path, format, group, dtype):
+    """In the linear as in a pass of its own; a row's bits do not depend on its batch-mates."""
+    for num_outputs, num_inputs in ((1, 1), (33, 65), (70, 576), (31, 1000)):
+        quantized = quant.quantize_weight(
+            torch.randn(num_outputs, num_inputs), format, hadamard=quant.hadamard_transform
+        )
+        if format == "int8":
+            quantized = replace(quantized, group=group)
+        packed = pack_as(cpu_path, quantized, torch.randn(num_outputs))
+        assert packed.hadamard and packed.row_form == (packed.group, True)
+        x = rows_of(97, num_inputs, dtype)
+        x[3, 0], x[5] = 1e2, 0
+        together = linear(x, packed)
+        if dtype != torch.float16:
+            assert_linear(together, quant.linear_reference(x, quantized, packed.bias))
+        rows = rowwise.quantize_int8(x, group=packed.group, hadamard=True)
+        assert torch.equal(linear(rows, packed), together)
+        for num_rows in (1, 7, 13) if cpu_path == "native" else ():
+            assert torch.equal(linear(x[:num_rows], packed), together[:num_rows])
+        with pytest.raises(AssertionError):
+            linear(rowwise.quantize_int8(x, group=packed.group), packed)
+
+
 def test_a_group_that_is_not_finite_leaves_no_number(native_path):
     """One group of one row: that row is NaN, the others keep their bits."""
     packed = pack_linear(quantized_weight("int8", 33, 200))

@@ -67,30 +67,34 @@ def test_quantised_rows_have_the_bits_of_the_reference(dtype):
 
 
 @pytest.mark.parametrize("dtype", [FP32, HALF])
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_rows_with_scales_of_groups(dtype, group):
-    x = traps(dtype)
-    rows = rowwise_quant_triton.quantize_int8(x.clone(), Int8Rows.inside(poisoned(x), group))
-    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(x.cpu(), group))
+@pytest.mark.parametrize("group", [None, 32, 64, 128])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_rows_with_scales_of_groups(dtype, group, hadamard):
+    for x in (traps(dtype), traps(dtype)[:, :60], torch.randn(2, 200).to(DEVICE, dtype)):
+        out = Int8Rows.inside(poisoned(x), group, hadamard=hadamard)
+        rows = rowwise_quant_triton.quantize_int8(x.clone(), out)
+        want = quant.quantize_rows_int8(x.cpu(), group, hadamard=hadamard)
+        assert_same_rows(rows.codes, rows.scales, want)
 
 
 @pytest.mark.parametrize("dtype", [FP32, HALF])
-@pytest.mark.parametrize("group", [None, 32])
-def test_fused_rows_are_those_of_two_steps(dtype, group):
+@pytest.mark.parametrize(("group", "hadamard"), [(None, False), (32, False), (64, True)])
+def test_fused_rows_are_those_of_two_steps(dtype, group, hadamard):
     """Over their own input, too: the codes lie where x, or the gate, was."""
     x, residual = traps(dtype), torch.randn(8, 77).to(DEVICE, dtype)
     weight = torch.randn(77).to(DEVICE, dtype)
     y, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
-    rows = rowwise_quant_triton.rms_norm_int8(
-        x, weight, 1e-5, residual, Int8Rows.inside(x, group), residual
-    )
-    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu(), group))
+    inside = Int8Rows.inside(x, group, hadamard=hadamard)
+    rows = rowwise_quant_triton.rms_norm_int8(x, weight, 1e-5, residual, inside, residual)
+    want = quant.quantize_rows_int8(y.cpu(), group, hadamard=hadamard)
+    assert_same_rows(rows.codes, rows.scales, want)
     torch.testing.assert_close(residual, total, rtol=0, atol=0, equal_nan=True)
     gate_up = torch.cat((traps(dtype), torch.randn(8, 77).to(DEVICE, dtype)), dim=1)
     y = rowwise_triton.silu_mul(gate_up, torch.empty(8, 77, dtype=dtype, device=DEVICE))
-    rows = Int8Rows.inside(gate_up[:, :77], group)
+    rows = Int8Rows.inside(gate_up[:, :77], group, hadamard=hadamard)
     rowwise_quant_triton.silu_mul_int8(gate_up, rows)
-    assert_same_rows(rows.codes, rows.scales, quant.quantize_rows_int8(y.cpu(), group))
+    want = quant.quantize_rows_int8(y.cpu(), group, hadamard=hadamard)
+    assert_same_rows(rows.codes, rows.scales, want)
 
 
 GROUPED: dict[str, tuple[Literal["int8g", "int4"], int, bool]] = {
@@ -122,7 +126,10 @@ def make_weight(
     kind, _, more = format.partition(" ")
     is_symmetric = more in ("scales", "zeros")
     size = 128 if is_symmetric else int(more) if more.isdigit() else quant.INT4_STEP_GROUP
-    made = quant.quantize_weight(weight, cast(WeightFormat, kind), size, symmetric=is_symmetric)
+    made = quant.quantize_weight(
+        weight, cast(WeightFormat, kind), size, symmetric=is_symmetric,
+        hadamard=quant.hadamard_transform if more == "hadamard" else None,
+    )  # fmt: skip
     if format == "int8 rows" or format == "int8 32":
         made = replace(made, group=None if format == "int8 rows" else 32)
     codes, scales, zeros, group = made.codes, made.scales, made.zeros, made.group
@@ -134,7 +141,7 @@ def make_weight(
     return QuantizedWeight(
         made.format, codes.to(DEVICE), scales.to(DEVICE), num_inputs, group, zeros,
         None if steps is None else steps.to(DEVICE),
-        None if offsets is None else offsets.to(DEVICE),
+        None if offsets is None else offsets.to(DEVICE), hadamard=made.hadamard,
     )  # fmt: skip
 
 
@@ -146,6 +153,8 @@ LINEARS = [
     ("int8 32", HALF, 3, 33, 100, 1),
     ("int8 rows", HALF, 17, 70, 200, 1),
     ("int8 rows", FP32, 1, 33, 300, 2),
+    ("int8 hadamard", HALF, 17, 70, 200, 1),
+    ("int4 hadamard", FP32, 3, 33, 300, 1),
     ("int4", FP32, 3, 70, 129, 1),
     ("int4", HALF, 257, 20, 384, 1),
     ("int4", FP32, 1, 33, 300, 2),
@@ -205,12 +214,13 @@ def test_plain_linear(dtype, rows):
     assert_close(matmul_triton.linear(x, packed.payload, tiles=tiles), want)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int4", "int8 hadamard", "int4 hadamard"])
 def test_rows_that_are_quantised_already(format):
     quantized, x = make_weight(format, 20, 96), torch.randn(3, 96).to(DEVICE, HALF)
     packed = matmul_triton.pack(quantized)
-    codes, scales = quant.quantize_rows_int8(x.cpu(), quantized.row_group)
-    rows = Int8Rows(codes.to(DEVICE), scales.to(DEVICE), quantized.row_group, x.dtype)
+    turned, group = quantized.hadamard, quantized.row_group
+    codes, scales = quant.quantize_rows_int8(x.cpu(), group, hadamard=turned)
+    rows = Int8Rows(codes.to(DEVICE), scales.to(DEVICE), group, x.dtype, turned)
     outer = matmul_triton.pack_linear(quantized, None)
     assert outer.takes_int8 and outer.group == quantized.row_group
     assert torch.equal(matmul.linear(rows, outer), matmul_triton.linear(x, packed))

@@ -20,7 +20,8 @@ ROUTED = {"row_ids_ptr": "i32", "starts_ptr": "i32", "offsets_ptr": "i64"}
 BF16 = dict.fromkeys(("x_ptr", "codes_ptr", "out_ptr", "bias_ptr"), "bf16")
 NORM = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "total_ptr"), "bf16")
 QUANTIZED = {"codes_ptr": "i8", "scales_ptr": "fp32"}
-SIZES = {"DIM": 4096, "GROUP": 64, "TILE": 4096}
+SIZES = {"DIM": 4096, "GROUP": 64, "HADAMARD": False, "TILE": 4096}
+TRANSFORMED = {"HADAMARD": True}
 REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 
 
@@ -87,9 +88,16 @@ KERNELS = {
         {"TILE": 2048, "TILES": 64, "FILTERED": True}, 16, 1,
     ),
     "norm": (rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | {"ADD": True}, 8, 3),
+    "norm transformed": (
+        rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | TRANSFORMED | {"ADD": True}, 8, 3,
+    ),
     "silu_mul": (
         rows._silu_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
-        {"DIM": 14336, "GROUP": 64, "TILE": 16384}, 32, 3,
+        {"DIM": 14336, "GROUP": 64, "HADAMARD": False, "TILE": 16384}, 32, 3,
+    ),
+    "silu_mul transformed": (
+        rows._silu_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
+        {"DIM": 14336, "GROUP": 64, "HADAMARD": True, "TILE": 16384}, 32, 3,
     ),
     "quantize": (
         rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"}, SIZES | {"FP8": False}, 8, 3,
@@ -97,6 +105,10 @@ KERNELS = {
     "quantize rows": (
         rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"},
         SIZES | {"GROUP": 0, "FP8": False}, 8, 3,
+    ),
+    "quantize transformed": (
+        rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"},
+        SIZES | TRANSFORMED | {"FP8": False}, 8, 3,
     ),
     "quantize fp8": (
         rows._quantize_kernel, {"x_ptr": "bf16", "codes_ptr": "u8", "scales_ptr": "fp32"},

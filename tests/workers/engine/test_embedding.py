@@ -262,12 +262,10 @@ def test_without_any_head_generation_is_refused_by_name(tmp_path):
 
 def test_a_quantised_copy_has_the_names_of_a_whole_model_and_needs_a_head(tmp_path):
     folder = saved_as(tmp_path, "llama-tied", headless=True)
-    plan = plan_quantize(folder, "int8", quantize_o=True, quantize_lm_head=False)
+    plan = plan_quantize(folder, "fp8", quantize_o=True, quantize_lm_head=False)
     write_quantized(plan, tmp_path / "out", lambda _: None)
     request = embeds(PROMPTS[6])
-    (one,) = answers(make_engine(load_model(folder, weights="int8", progress=False)), [request])[
-        "e"
-    ]
+    (one,) = answers(make_engine(load_model(folder, weights="fp8", progress=False)), [request])["e"]
     (other,) = answers(make_engine(load_model(tmp_path / "out", progress=False)), [request])["e"]
     np.testing.assert_allclose(vector([one]), vector([other]), **CLOSE)
     other_folder = saved_as(tmp_path / "untied", "qwen3", headless=True)

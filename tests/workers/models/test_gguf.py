@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from penstock.kernels.matmul import linear, pack_linear
-from penstock.kernels.quant import quantize_weight
+from penstock.kernels.quant import hadamard_transform, quantize_weight
 from penstock.workers.errors import LoadError
 from penstock.workers.gguf.header import read_header
 from penstock.workers.model_config import ModelConfig, read_limits, read_stored_scheme
@@ -157,7 +157,8 @@ def test_an_explicit_format_takes_the_codes_apart(blocks):
     found = load_model(file, weights="int8", dtype="fp32", progress=False)
     decoded = load_model(file, weights="fp32", progress=False)
     name = "model.layers.0.mlp.down_proj.weight_q8_0"
-    rounded = pack_linear(quantize_weight(open_gguf(file)[name].read(), "int8"))
+    weight = open_gguf(file)[name].read()
+    rounded = pack_linear(quantize_weight(weight, "int8", hadamard=hadamard_transform))
     x = torch.randn(3, rounded.in_features)
     mlp = found.layers[0].mlp
     assert isinstance(mlp, Mlp)

@@ -36,11 +36,12 @@ struct Int8LinearArgs {
     // Of a weight in 4 bits (open_int4.h), else null: [panels][groups of weight_group inputs][PANEL8].
     const uint8_t *steps, *offsets;
     int64_t weight_group;  // a multiple of 8
+    int64_t hadamard;      // transform rows of dtype before they are rounded
 };
 LAYOUT(Int8LinearArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(x_scales) FIELD(packed) FIELD(scales) FIELD(bias)
        FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(group)
-       FIELD(threads) FIELD(steps) FIELD(offsets) FIELD(weight_group))
+       FIELD(threads) FIELD(steps) FIELD(offsets) FIELD(weight_group) FIELD(hadamard))
 
 struct Int8PackArgs {
     const int8_t* codes;
@@ -178,7 +179,7 @@ INLINE const int8_t* codes_of(const Int8LinearArgs& a, Int8Block& block, int64_t
         std::memcpy(codes.data(), (const int8_t*)a.x + from, a.depth);
         std::memcpy(scales, a.x_scales + (start + row) * block.groups, block.groups * sizeof(float));
     } else {
-        quantize_row((const T*)a.x + from, a.depth, a.group, codes.data(), scales);
+        quantize_row((const T*)a.x + from, a.depth, a.group, a.hadamard, codes.data(), scales);
     }
     return codes.data();
 }
