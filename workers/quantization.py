@@ -19,6 +19,7 @@ QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
 StoredFormat = QuantizedFormat | Literal["int8g"]  # int8g: 8-bit codes in groups, of GGUF files
 METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes")
 STEP_GROUPS = (16, 32, 64, 128)
+TRANSFORM_BLOCK = 64  # as kernels.quant.HADAMARD_BLOCK
 STEPS_KEY = "penstock_int4"  # of config.json: int8 codes that are 4-bit codes in steps
 REMEDY = "serve the original checkpoint with --weights int8, int4, nf4 or fp8"
 
@@ -29,7 +30,8 @@ class StoredScheme:
 
     `formats`: those that occur, the main one first. `groups`: sizes of int4 groups that occur; None
     is a whole row. `zero_offset`: added to stored zero points (GPTQ's first version stores them one
-    too low). `ignore`: modules that are not quantised, names or "re:" patterns.
+    too low). `ignore`: modules that are not quantised, names or "re:" patterns. `not_transformed`:
+    modules whose weights are not Hadamard transforms, likewise; None: none is one.
     """
 
     method: str
@@ -39,16 +41,15 @@ class StoredScheme:
     ignore: tuple[str, ...] = ()
     step_group: int | None = None
     int8_modules: frozenset[str] = frozenset()
+    not_transformed: tuple[str, ...] | None = None
 
     def ignores(self, module: str) -> bool:
         """Whether `module` is on the list: by its name, the last parts of it, or a pattern."""
-        for each in self.ignore:
-            if each.startswith("re:"):
-                if re.match(each[3:], module):
-                    return True
-            elif module == each or module.endswith("." + each) or f".{each}." in f".{module}.":
-                return True
-        return False
+        return _is_listed(module, self.ignore)
+
+    def is_transformed(self, module: str) -> bool:
+        """Whether the stored weight is the Hadamard transform of the module's."""
+        return self.not_transformed is not None and not _is_listed(module, self.not_transformed)
 
     def is_opened(self, weights: str) -> bool:
         """Whether `weights` takes the codes apart: for plain numbers, or, of a GGUF file, for codes
@@ -141,6 +142,16 @@ def check_neurons(scheme: StoredScheme | None, weights: str, who: str) -> None:
         )
 
 
+def _is_listed(module: str, names: tuple[str, ...]) -> bool:
+    for each in names:
+        if each.startswith("re:"):
+            if re.match(each[3:], module):
+                return True
+        elif module == each or module.endswith("." + each) or f".{each}." in f".{module}.":
+            return True
+    return False
+
+
 def read_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
     """The scheme of a config.json by its `quantization_config`; None where there is none.
 
@@ -187,7 +198,37 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> StoredScheme:
     if not formats:
         raise _refused("no config_groups, which describe how the weights are stored")
     ignore = tuple(str(each) for each in stated.get("ignore") or ())
-    return StoredScheme("compressed-tensors", _once(formats), _once(groups), 0, ignore)
+    return StoredScheme(
+        "compressed-tensors", _once(formats), _once(groups), 0, ignore,
+        not_transformed=_not_transformed(stated, formats),
+    )  # fmt: skip
+
+
+def _not_transformed(
+    stated: Mapping[str, Any], formats: list[QuantizedFormat]
+) -> tuple[str, ...] | None:
+    """Where activations go through a transform at each step: what is left out of it. Transforms of
+    weights alone are in the stored ones already."""
+    if stated.get("transforms_config"):
+        raise _refused("transforms in an early form (transforms_config) are not supported")
+    found: list[str] | None = None
+    for name, scheme in ((stated.get("transform_config") or {}).get("config_groups") or {}).items():
+        for part in scheme["apply"]:
+            place = str(part["location"])
+            if place in ("weight_input", "weight_output"):
+                continue
+            what = f"transform {name!r} of {place}"
+            if place != "input":
+                raise _refused(f"{what} is not supported; of input it is")
+            if scheme["type"] != "hadamard" or scheme.get("randomize"):
+                raise _refused(f"{what}, random or not of Hadamard, is not supported")
+            if scheme.get("head_dim") != TRANSFORM_BLOCK:
+                raise _refused(f"{what} in blocks other than {TRANSFORM_BLOCK} is not supported")
+            if part["targets"] != ["Linear"] or found is not None or set(formats) != {"int8"}:
+                raise _refused(f"{what} is supported for all linear layers in int8")
+            ignore = part.get("ignore") or []
+            found = [ignore] if isinstance(ignore, str) else [str(each) for each in ignore]
+    return None if found is None else tuple(found)
 
 
 def _in_steps(scheme: StoredScheme, steps: Mapping[str, Any]) -> StoredScheme:

@@ -11,8 +11,8 @@ of two held-out novels, against its own unquantised run; W1, one request with 12
 tokens; and W2, 32 requests at once with prompts of 16 to 512 tokens and 16 to 256 new ones. The
 systems take turns, round by round. --work keeps what was made, so that a run goes on where it was.
 
-Penstock's `calibrated` rows are made by `penstock quantize --to int4 --grid steps`: on what the
-model writes (self), and on books by other authors (text). Needs `pip install gguf` for the files.
+Penstock's `calibrated` rows are made by `penstock quantize --to int4 --grid steps --hadamard`: on
+what the model writes (self), and on books by other authors (text). Needs `pip install gguf` for the files.
 """
 
 from __future__ import annotations
@@ -43,17 +43,21 @@ from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
-# Penstock's own rows: settings of run_penstock.load. The head in 8 bits, as the others have it,
-# where the weights are int8; in bf16 where they are int4, since the head would be int4 then.
+# Penstock's own rows: settings of run_penstock.load. The head in 8 bits, as the others have it.
+HEAD = {"quantize_lm_head": True}
 PENSTOCK: dict[str, dict[str, Any]] = {
     "fp32": {"weights": "fp32", "dtype": "fp32"},
     "bf16": {"weights": "bf16"},
-    "int8": {"weights": "int8", "quantize_lm_head": True},
-    "int8, groups of 32": {"weights": "int8", "int8_group": 32, "quantize_lm_head": True},
-    "int4": {"weights": "int4"},
-    "int4, groups of 32": {"weights": "int4", "int4_group": 32},
+    "int8": {"weights": "int8", **HEAD},
+    "int8, one scale a token": {"weights": "int8", "int8_group": None, **HEAD},
+    "int4": {"weights": "int4", **HEAD},
+    "int4, groups of 32": {"weights": "int4", "int4_group": 32, **HEAD},
 }
-CALIBRATED = {"int4, calibrated on itself": "self", "int4, calibrated on text": "text"}
+CALIBRATED = {  # what they are calibrated on, and the size of groups
+    "int4, calibrated on itself": ("self", "16"),
+    "int4, calibrated on text": ("text", "16"),
+    "int4, groups of 32, calibrated on text": ("text", "32"),
+}
 BASES = {"Penstock": "fp32", "OpenVINO": "fp32", "llama.cpp": "F16"}
 
 
@@ -110,13 +114,14 @@ def _penstock(folder: Path, work: Path) -> list[Case]:
     models = {name: (folder, settings) for name, settings in PENSTOCK.items()}
     text = work / "text.txt"
     text.write_text(calibration_text(CORPUS), encoding="utf-8")
-    for name, source in CALIBRATED.items():
-        out = work / f"calibrated-{source}"
+    for name, (source, group) in CALIBRATED.items():
+        out = work / f"calibrated-{source}-{group}"
         given = str(text) if source == "text" else source
-        options = ["--to", "int4", "--grid", "steps", "--calibrate", given]
+        options = ["--to", "int4", "--grid", "steps", "--group-size", group, "--hadamard"]
+        options += ["--calibrate", given]
         if not out.exists() and penstock(["quantize", str(folder), str(out), *options]):
             raise SystemExit("penstock quantize failed")
-        models[name] = out, {}
+        models[name] = out, HEAD
     return [
         Case("Penstock", name, sys.executable, "run_penstock", str(model),
              *size_of(str(model), settings), settings)

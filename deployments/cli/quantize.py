@@ -79,6 +79,13 @@ def add_quantize(commands: Any, run: Callable[[argparse.Namespace], int]) -> Non
         "--out", metavar="DIR", help="a new folder (default: the model's name and the format, here)"
     )
     add_quantized_layers(quantize)
+    quantize.add_argument(
+        "--hadamard",
+        action="store_const",
+        const=True,
+        help="of int8, and of int4 with --grid steps: transform weights, and activations while it "
+        "is served, so that rounding loses less; other engines must know transform_config",
+    )
     quantize.add_argument("--no-progress", action="store_true", help="no progress bar")
     _add_calibration(quantize)
     quantize.set_defaults(run=run)
@@ -162,6 +169,10 @@ def stopped_by_sigterm() -> Iterator[None]:
 
 
 def _check_calibration(args: argparse.Namespace) -> None:
+    if args.hadamard and not (args.to == "int8" or args.grid == "steps"):
+        raise ConfigError("--hadamard is for --to int8, and for --to int4 with --grid steps")
+    if args.hadamard and args.method in ("awq", "awq-gptq"):
+        raise ConfigError(f"--hadamard does not go with channel scales: --method {args.method}")
     given = [name for name in _OF_INT4 if getattr(args, name) is not None]
     if given and args.to != "int4":
         raise ConfigError(f"--{given[0].replace('_', '-')} is for --to int4, not {args.to}")
@@ -188,7 +199,7 @@ def _calibrated(args: argparse.Namespace, out: Path) -> int:
 
     named = {"method": args.method, "act_order": args.act_order, "damping": args.damping}
     given = {name: value for name, value in named.items() if value is not None}
-    recipe = Recipe(**given, **_grids(args))
+    recipe = Recipe(**given, **_grids(args), hadamard=bool(args.hadamard))
     folder = resolve_model(args.model)
     plan = plan_calibrated(
         folder,
@@ -269,12 +280,14 @@ def _plain(args: argparse.Namespace, out: Path) -> int:
         quantize_o=args.quantize_o,
         quantize_lm_head=args.quantize_lm_head,
         **_grids(args),
+        hadamard=bool(args.hadamard),
     )
     with _bar(args, f"to {args.to}", plan.num_source_bytes, "B") as shown:
         write_quantized(plan, out, shown.update)
+    wide = f", {plan.num_int8} of them in int8" if plan.num_int8 else ""
     print(
-        f"{out}: {plan.num_quantized} weights in {args.to}, {plan.num_source_bytes / 2**20:.1f} MiB"
-        f" became {plan.num_bytes / 2**20:.1f} MiB"
+        f"{out}: {plan.num_quantized} weights in {args.to}{wide}; "
+        f"{plan.num_source_bytes / 2**20:.1f} MiB became {plan.num_bytes / 2**20:.1f} MiB"
     )
     if args.to == "int4":
         print("rounded to the nearest codes; --calibrate self, or FILE, loses far less quality")

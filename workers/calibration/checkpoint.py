@@ -95,6 +95,7 @@ def plan_calibrated(
         quantize_lm_head=quantize_lm_head,
         group=recipe.group,
         grid=recipe.grid,
+        hadamard=recipe.hadamard,
     )
     entries = [entry for shard in plan.shards for entry in shard.entries]
     specs = {entry.name: entry.spec for entry in entries if entry.spec is not None}
@@ -117,6 +118,9 @@ def _with_widths(plan: CalibrationPlan, wide: frozenset[str]) -> CalibrationPlan
             entries.append(entry)
         shards.append(dataclasses.replace(shard, entries=entries))
     stated = stated_config(specs, sorted(wide), written.ignored)
+    before = written.stated["quantization_config"]
+    if "transform_config" in before:
+        stated["quantization_config"]["transform_config"] = before["transform_config"]
     written = dataclasses.replace(written, shards=tuple(shards), stated=stated)
     return CalibrationPlan(written, specs, plan.recipe, wide)
 

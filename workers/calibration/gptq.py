@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.rowwise import hadamard
 from penstock.workers.errors import InvariantError
 from penstock.workers.weights.grids import Codes, GridSpec, fit, packed, round_to
 
@@ -52,6 +53,15 @@ class Inputs:
         """Of inputs that are divided by `scales` [K]."""
         cross = None if self.cross is None else self.cross / scales[:, None] / scales
         return Inputs(self.moments / scales[:, None] / scales, self.num_tokens, cross)
+
+    def transformed(self) -> Inputs:
+        """Of the inputs' Hadamard transforms."""
+        cross = None if self.cross is None else _both_sides(self.cross)
+        return Inputs(_both_sides(self.moments), self.num_tokens, cross)
+
+
+def _both_sides(matrix: Tensor) -> Tensor:
+    return hadamard(hadamard(matrix).T.contiguous()).T.contiguous()
 
 
 def moments(rows: Iterable[Sequence[Tensor]]) -> Inputs:
@@ -100,7 +110,8 @@ def _extra(moments: Tensor, damping: float) -> float:
 
 
 def compensate(weight: Tensor, factor: Tensor, spec: GridSpec) -> Codes:
-    """`weight` fp32 [N, K] rounded column by column; `factor`: of `inverse_factor`.
+    """`weight` fp32 [N, K] rounded column by column; `factor`: of `inverse_factor`, of transformed
+    inputs where `spec` has the weight transformed.
 
     A group's grid is fitted when its first column is reached, to the weights as they are then.
     """
@@ -133,7 +144,8 @@ def compensate(weight: Tensor, factor: Tensor, spec: GridSpec) -> Codes:
 def compensate_in_order(
     weight: Tensor, moments: Tensor, spec: GridSpec, damping: float = DAMPING
 ) -> Codes:
-    """The same with the columns of the largest inputs first ("activation order").
+    """The same with the columns of the largest inputs first ("activation order"); `moments`: of
+    transformed inputs, likewise.
 
     Groups stay those of neighbouring inputs, their grids fitted to the weights as they were given,
     so that the stored form is the same.

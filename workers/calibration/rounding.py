@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.kernels.quant import dequantize_weight, quantize_weight
+from penstock.kernels.quant import HADAMARD_BLOCK, dequantize_weight, quantize_weight
+from penstock.kernels.rowwise import hadamard
 from penstock.workers.calibration.gptq import (
     DAMPING,
     Inputs,
@@ -43,6 +44,7 @@ class Recipe:
     grid: Grid = "zero-points"
     act_order: bool = False
     damping: float = DAMPING
+    hadamard: bool = False  # weights are transformed: with a grid of steps, and no channel scales
 
     @property
     def scales_channels(self) -> bool:
@@ -119,9 +121,10 @@ class Rounder:
         """All rows at once: they share the scales and the walk over the columns."""
         recipe, spec = self.recipe, self.specs[next(iter(raw))]
         weight, factor = torch.cat(list(raw.values())), None
-        squares = inputs.moments.diagonal().float()
+        seen = inputs.transformed() if spec.hadamard else inputs  # as the codes multiply them
+        squares = seen.moments.diagonal().float()
         if recipe.compensates:
-            factor = inverse_factor(inputs.moments, recipe.damping)
+            factor = inverse_factor(seen.moments, recipe.damping)
         if recipe.scales_channels and norm is not None:
             # What an error of a column costs; with GPTQ, what later columns cannot make up for.
             costs = squares if factor is None else factor.diagonal().float().pow(-2)
@@ -132,19 +135,23 @@ class Rounder:
                 self.tensors.replaced[norm] = divided.float()
                 self.spool.put(norm, divided)
                 weight = weight * scales
-                inputs, squares = inputs.scaled(scales), squares / scales.square()
+                assert not spec.hadamard
+                seen = inputs = inputs.scaled(scales)
+                squares = squares / scales.square()
                 factor = None if factor is None else factor * scales
         if factor is None:
             whole = round_weight(weight, squares, spec)
         else:
             weight = corrected(weight, inputs, recipe.damping)
             if recipe.act_order:
-                whole = compensate_in_order(weight, inputs.moments, spec, recipe.damping)
+                whole = compensate_in_order(weight, seen.moments, spec, recipe.damping)
             else:
                 whole = compensate(weight, factor, spec)
         return whole.split([len(each) for each in raw.values()], raw)
 
     def _round_wide(self, module: str) -> None:
-        found = quantize_weight(self._weight(module), "int8")
+        weight = self._weight(module)
+        turned = self.recipe.hadamard and weight.shape[1] % HADAMARD_BLOCK == 0
+        found = quantize_weight(weight, "int8", hadamard=hadamard if turned else None)
         self.tensors.replaced[f"{module}.weight"] = dequantize_weight(found)
         self.spool.put(module, found.codes, found.scales[:, None])

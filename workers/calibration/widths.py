@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.kernels.rowwise import hadamard
 from penstock.workers.calibration.gptq import Inputs, inverse_factor
 from penstock.workers.calibration.scaling import rounding_error
 from penstock.workers.calibration.tensors import ReplacedWeights
@@ -64,6 +65,8 @@ class ErrorMeter:
         if inputs is None:
             return
         weight, spec = torch.cat(weights), self.specs[modules[0]]
+        if spec.hadamard:
+            weight, inputs = hadamard(weight), inputs.transformed()
         # Errors that GPTQ cannot make up for, as it would find them.
         costs = inverse_factor(inputs.moments).diagonal().float().pow(-2)
         error = rounding_error(weight, torch.ones_like(costs), costs, spec)

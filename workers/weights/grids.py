@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.int4_search import best_steps
+from penstock.kernels.rowwise import hadamard
 
 Grid = Literal["zero-points", "symmetric", "steps"]
 GRIDS: tuple[Grid, ...] = ("zero-points", "symmetric", "steps")
@@ -31,11 +32,13 @@ class GridSpec:
     """What grids are like. `group`: inputs that share a scale. `kind`: in zero-points each group
     has its own code of 0, an integer; in symmetric it is 8; in steps a row has an fp32 scale, and a
     group 16 of int8's codes, step * code + offset. `scale_dtype`: of the stored scales of groups.
+    `hadamard`: of steps, the weight is transformed before it is rounded (kernels/quant.py).
     """
 
     group: int = 32
     kind: Grid = "zero-points"
     scale_dtype: torch.dtype = torch.bfloat16
+    hadamard: bool = False
 
     def num_groups(self, width: int) -> int:
         return -(-width // self.group)
@@ -52,6 +55,7 @@ class GridSpec:
         """`weight` [N, K] as it is fitted, and the units of its rows, fp32 [N]; None: as it is."""
         if self.kind != "steps":
             return weight, None
+        weight = hadamard(weight) if self.hadamard else weight
         units = (weight.abs().amax(1) / INT8_MAX).clamp(min=MIN_SCALE)
         return weight / units[:, None], units
 
@@ -60,17 +64,19 @@ class GridSpec:
 class Codes:
     """A weight [N, K] as codes uint8 [N, K] of 0-15, scales [N, G] in the stored dtype, and zero
     points uint8 [N, G]; None: all are 8. In a grid of steps, as int8 [N, K] with scales fp32
-    [N, 1]; zero points: None."""
+    [N, 1]; zero points: None; `hadamard`: of the transformed weight."""
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     group: int
+    hadamard: bool = False
 
     def values(self) -> Tensor:
-        """The weight that they stand for, fp32 [N, K]."""
+        """The weight that they stand for, fp32 [N, K], no longer transformed."""
         if self.codes.dtype == torch.int8:
-            return self.codes.float() * self.scales
+            values = self.codes.float() * self.scales
+            return hadamard(values) if self.hadamard else values
         scales = self.scales.float().repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
         if self.zeros is None:
             return (self.codes.float() - MIDDLE) * scales
@@ -81,7 +87,10 @@ class Codes:
         """The rows of several weights, `sizes` of each, by name."""
         zeros = [None] * len(sizes) if self.zeros is None else self.zeros.split(list(sizes))
         each = zip(names, self.codes.split(list(sizes)), self.scales.split(list(sizes)), zeros)
-        return {name: Codes(codes, scales, z, self.group) for name, codes, scales, z in each}
+        return {
+            name: Codes(codes, scales, z, self.group, self.hadamard)
+            for name, codes, scales, z in each
+        }
 
 
 def fit(values: Tensor, importance: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
@@ -150,7 +159,7 @@ def packed(
         steps = scales.repeat_interleave(spec.group, 0)[: len(codes)]
         offsets = (-zeros * scales).repeat_interleave(spec.group, 0)[: len(codes)]
         whole = (codes * steps + offsets).round_().to(torch.int8)
-        return Codes(whole.T.contiguous(), units[:, None], None, spec.group)
+        return Codes(whole.T.contiguous(), units[:, None], None, spec.group, spec.hadamard)
     return Codes(
         codes.T.to(torch.uint8).contiguous(),
         scales.T.to(spec.scale_dtype).contiguous(),

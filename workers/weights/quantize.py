@@ -13,13 +13,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.quant import HADAMARD_BLOCK
+from penstock.kernels.rowwise import hadamard as transformed
 from penstock.workers.errors import ConfigError, InvariantError, LoadError
 from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig, read_json
@@ -44,6 +46,7 @@ from penstock.workers.weights.quantized_layout import (
     parts_of,
     quantization_config,
     tensors_of,
+    transform_config,
 )
 
 log = logging.getLogger("penstock.quantize")
@@ -62,13 +65,14 @@ Ready = Callable[[str], Sequence[Tensor] | None]
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """One tensor of the source: copied, or quantised into `parts` of the module `name`. `spec`: the
-    grids of int4."""
+    grids of int4. `hadamard`: transformed before it is rounded."""
 
     stored: StoredTensor
     name: str
     parts: tuple[StoredPart, ...]
     format: QuantizedFormat | None = None
     spec: GridSpec | None = None
+    hadamard: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,11 @@ class QuantizePlan:
     def num_quantized(self) -> int:
         return sum(entry.format is not None for entry in self._entries())
 
+    @property
+    def num_int8(self) -> int:
+        """Of those, int8 ones beside another format."""
+        return sum(e.format == "int8" for e in self._entries()) if self.format != "int8" else 0
+
     def _entries(self) -> Iterator[OutputTensor]:
         for shard in self.shards:
             yield from shard.entries
@@ -115,10 +124,12 @@ def plan_quantize(
     quantize_lm_head: bool,
     group: int = GROUP,
     grid: Grid = "zero-points",
+    hadamard: bool = False,
 ) -> QuantizePlan:
     """Read the headers of `source` and decide for each tensor whether it is copied or quantised.
 
-    `group`, `grid`: of int4, see GridSpec. Raises ConfigError for a checkpoint that cannot
+    `group`, `grid`: of int4, see GridSpec. `hadamard`: transform the weights of int8 and of int4 in
+    steps, whose widths are multiples of 64. Raises ConfigError for a checkpoint that cannot
     be quantised, LoadError for a damaged one.
     """
     if (gguf := find_gguf(source)) is not None:
@@ -143,6 +154,7 @@ def plan_quantize(
     ignored: list[str] = []
     specs: dict[str, GridSpec] = {}
     wide: list[str] = []
+    odd: list[str] = []  # not transformed
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         shard = shards.setdefault(stored.file.name, Shard(stored.file.name))
         if _ALL_EXPERTS.search(name):
@@ -173,12 +185,15 @@ def plan_quantize(
             shard.entries.append(_copied(name, stored))
             continue
         num_rows, width = stored.shape
+        turned = hadamard and width % HADAMARD_BLOCK == 0
+        odd += [module] * (hadamard and not turned)
         if spec is None:
             parts = tuple(parts_of(kind, num_rows, width, dtype))
             wide += [module] * (kind != format)
         else:
+            spec = replace(spec, hadamard=turned)
             parts, specs[module] = parts_for(num_rows, width, spec), spec
-        shard.entries.append(OutputTensor(stored, module, parts, kind, spec))
+        shard.entries.append(OutputTensor(stored, module, parts, kind, spec, turned))
     if config.tie_word_embeddings and "lm_head.weight" not in tensors:
         if quantize_lm_head:
             raise ConfigError(
@@ -192,6 +207,8 @@ def plan_quantize(
         stated = stated_config(specs, wide, ignored)
     else:
         stated = {"quantization_config": quantization_config(format, ignored, dtype)}
+    if hadamard:
+        stated["quantization_config"]["transform_config"] = transform_config([*ignored, *odd])
     return QuantizePlan(source, format, dtype, tuple(shards.values()), tuple(ignored), stated)
 
 
@@ -270,7 +287,7 @@ def _made(entry: OutputTensor, dtype: str) -> Sequence[Tensor]:
         raise LoadError(f"{entry.stored.file}: tensor {entry.stored.name!r} holds NaN or inf")
     if entry.spec is not None:
         return stored_codes(round_weight(tensor.float(), None, entry.spec))
-    return tensors_of(tensor, entry.format, dtype)
+    return tensors_of(transformed(tensor) if entry.hadamard else tensor, entry.format, dtype)
 
 
 def _bytes_of(tensor: Tensor) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant import (
+    HADAMARD_BLOCK,
     NF4_GROUP,
     NF4_VALUES,
     pack_nibbles,
@@ -104,6 +105,17 @@ def quantization_config(format: QuantizedFormat, ignore: Sequence[str], dtype: s
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def transform_config(ignore: Sequence[str]) -> dict[str, Any]:
+    """The `transform_config` of linear layers whose stored weights are Hadamard transforms, and
+    whose activations are transformed before they are rounded; not of `ignore`."""
+    both = [
+        {"targets": ["Linear"], "location": place, "inverse": inverse, "ignore": list(ignore)}
+        for place, inverse in (("input", False), ("weight_input", True))
+    ]
+    scheme = {"type": "hadamard", "head_dim": HADAMARD_BLOCK, "randomize": False, "apply": both}
+    return {"config_groups": {"input": scheme}}
 
 
 def _bitsandbytes(weight: Tensor, dtype: str) -> list[Tensor]:

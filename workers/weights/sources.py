@@ -21,7 +21,7 @@ from penstock.kernels.quant import (
     quantize_weight,
 )
 from penstock.kernels.rowwise import hadamard
-from penstock.workers.errors import LoadError
+from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
     INT4,
@@ -66,6 +66,11 @@ def planned(
     if weight.format == "int4" and (
         int4.activations == "plain" or (is_exact and int4.activations == "auto")
     ):
+        if weight.hadamard:
+            raise ConfigError(
+                "int4_activations is plain, but the weights of this checkpoint are transformed for "
+                "activations in int8: leave it at auto"
+            )
         return for_plain_rows(weight)
     return replace(weight, group=int8_group) if weight.format == "int8" else weight
 
@@ -134,6 +139,7 @@ class CheckpointWeights:
             group = self.scheme.step_group
             if group is not None and module not in self.scheme.int8_modules:
                 weight = in_steps(weight, group)
+            weight = replace(weight, hadamard=self.scheme.is_transformed(module))
         except LoadError as error:
             raise LoadError(f"{self.folder}: the weight of {module!r}: {error}") from error
         weight = moved(weight, self.device)

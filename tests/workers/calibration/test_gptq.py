@@ -6,10 +6,13 @@ anew, in fp64: no factor, no blocks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.quant import hadamard_transform
 from penstock.workers.calibration.gptq import (
     compensate,
     compensate_in_order,
@@ -24,6 +27,7 @@ GRIDS = [
     GridSpec(64, "symmetric", torch.bfloat16),
     GridSpec(128, "zero-points", torch.bfloat16),
     GridSpec(16, "steps"),
+    GridSpec(16, "steps", hadamard=True),
 ]
 
 
@@ -74,7 +78,8 @@ def dense(weight: Tensor, h: Tensor, spec: GridSpec, order: list[int] | None = N
             rest = torch.tensor(remaining)
             change = torch.linalg.solve(h[rest][:, rest], h[rest, k])
             left[:, rest] += error[:, None] * change
-    return done.float() if units is None else done.float() * units[:, None]
+    found = done.float() if units is None else done.float() * units[:, None]
+    return hadamard_transform(found) if spec.hadamard else found
 
 
 def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
@@ -85,8 +90,9 @@ def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 def test_it_is_the_dense_definition(spec: GridSpec):
     """Up to a rare weight between two codes, where fp32 and fp64 may part."""
     weight, x = layer()
-    found = compensate(weight, inverse_factor(moments([(x,)]).moments), spec).values()
-    expected = dense(weight, damped(x), spec)
+    seen = hadamard_transform(x) if spec.hadamard else x
+    found = compensate(weight, inverse_factor(moments([(seen,)]).moments), spec).values()
+    expected = dense(weight, damped(seen), spec)
     same = torch.isclose(found, expected, atol=1e-6).float().mean()
     assert same > 0.98
     assert output_error(weight, found, x) == pytest.approx(
@@ -108,12 +114,16 @@ def test_order_of_activations_is_the_dense_definition_in_that_order():
 def test_outputs_are_closer_than_by_plain_rounding(spec: GridSpec, width: int):
     """On the text and on more of its kind; 112: no group divides it, so a row is one."""
     if width % spec.group:
-        spec = GridSpec(32 if width % 32 == 0 else width, spec.kind, spec.scale_dtype)
+        spec = replace(spec, group=32 if width % 32 == 0 else width)
     weight, x = layer(width, seed=2)
     text, other = x[:400], x[400:]
     plain = round_weight(weight, None, spec).values()
     found = moments([(text[:100],), (text[100:],)])
     assert found.num_tokens == 400
+    if spec.hadamard:
+        found = found.transformed()
+        turned = hadamard_transform(text)
+        torch.testing.assert_close(found.moments, turned.T @ turned, rtol=1e-3, atol=1e-2)
     for rounded in (
         compensate(weight, inverse_factor(found.moments), spec),
         compensate_in_order(weight, found.moments, spec),
