@@ -12,7 +12,7 @@ tokens; and W2, 32 requests at once with prompts of 16 to 512 tokens and 16 to 2
 systems take turns, round by round. --work keeps what was made, so that a run goes on where it was.
 
 Penstock's `calibrated` rows are made by `penstock quantize --to int4 --grid steps --hadamard`: on
-what the model writes (self), and on books by other authors (text). Needs `pip install gguf` for the files.
+what the model writes (self), and on books by other authors (text). Needs `pip install gguf`.
 """
 
 from __future__ import annotations
