@@ -153,6 +153,7 @@ TABLES: dict[str, Table] = {
         ["streaming-quality/xeon-avx512-smollm2"], memory.streaming_quality
     ),
     "endless": Table(["endless/xeon-amx"], memory.endless),
+    "second-turn": Table(["second-turn/xeon-amx-smollm2"], memory.second_turn),
     "expert-quality": Table(
         ["expert-quality/xeon-avx512", "expert-quality/xeon-avx512-int4"], memory.expert_quality
     ),

@@ -31,6 +31,10 @@ class Context(Protocol):
     def full_tokens(self) -> int | None:
         """Length up to which no token is evicted; None: none ever is."""
 
+    @property
+    def name(self) -> bytes:
+        """What K and V of tokens beyond `full_tokens` depend on, besides the tokens before."""
+
     def window_start(self, position: int) -> int:
         """First position after the sinks that the token at `position` sees."""
 
@@ -54,6 +58,10 @@ class FullContext:
     @property
     def full_tokens(self) -> int | None:
         return None
+
+    @property
+    def name(self) -> bytes:
+        return b""
 
     def window_start(self, position: int) -> int:
         return 0
@@ -92,6 +100,10 @@ class SinkWindow:
     @property
     def full_tokens(self) -> int:
         return self._first + self.window
+
+    @property
+    def name(self) -> bytes:
+        return b"sinks %d window %d roll %d" % (self.sinks, self.window, self.roll)
 
     @property
     def _first(self) -> int:

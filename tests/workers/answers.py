@@ -34,8 +34,8 @@ def poison_released(engine: Any) -> None:
     """From now on each block that no sequence holds any more is filled with NaN."""
     pool, release = engine.pool, engine.pool.release
 
-    def release_and_poison(block_id: int) -> None:
-        release(block_id)
+    def release_and_poison(block_id: int, **how: Any) -> None:
+        release(block_id, **how)
         if block_id in pool._free:
             engine.arena.block(block_id).fill_(0xFF)
 

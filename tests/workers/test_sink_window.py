@@ -172,6 +172,74 @@ def test_any_schedule_beside_ordinary_requests(models, mixed_truth, schedule):
         assert last["r2"].num_cached_tokens > 0
 
 
+@pytest.mark.parametrize(("window", "roll"), [(24, 8), (32, 1), (44, 16)])
+def test_a_second_turn_computes_its_new_tokens_only(models, window, roll):
+    """And at most a block before them, however much was evicted; another window computes more."""
+    model, reference = models("llama")
+    shape = slow.SinkWindow(4, window, roll, BLOCK_SIZE)
+    first = random_prompt(150, seed=3)
+    params = rolling_params(4, window, roll, 40)
+    engine = make_engine(model, max_num_batched_tokens=32, max_num_seqs=8)
+    ids, last = run(engine, [Request("one", tuple(first), params)])
+    assert last["one"].num_cached_tokens == 0
+    second = first + ids["one"] + random_prompt(21, seed=4)
+    known = len(first) + 39  # the last token was sampled, and never read back
+    ids, last = run(engine, [Request("two", tuple(second), params)])
+    assert ids["two"] == slow.greedy(reference, second, 40, shape)
+    assert last["two"].num_cached_tokens == known // BLOCK_SIZE * BLOCK_SIZE
+    policy = SinkWindow(4, window, roll, BLOCK_SIZE)
+    assert last["two"].num_evicted_tokens == policy.num_evicted(len(second) + 38)
+    other = rolling_params(4, window + BLOCK_SIZE, roll, 12)
+    ids, last = run(engine, [Request("other", tuple(second), other)])
+    wider = slow.SinkWindow(4, window + BLOCK_SIZE, roll, BLOCK_SIZE)
+    assert ids["other"] == slow.greedy(reference, second, 12, wider)
+    assert last["other"].num_cached_tokens <= shape.first + window
+
+
+def test_a_text_that_branches_off_finds_the_window_before(models):
+    """The blocks that it rolled over are still there, as long as nothing else wants them."""
+    model, reference = models("llama")
+    shape = slow.SinkWindow(4, 24, 8, BLOCK_SIZE)
+    text = random_prompt(200, seed=6)
+    params = rolling_params(4, 24, 8, 10)
+    engine = make_engine(model, max_num_batched_tokens=32, max_num_seqs=8)
+    run(engine, [Request("one", tuple(text), params)])
+    branch = text[:101] + random_prompt(50, seed=7)
+    ids, last = run(engine, [Request("two", tuple(branch), params)])
+    assert ids["two"] == slow.greedy(reference, branch, 10, shape)
+    assert last["two"].num_cached_tokens == 96
+    crowd = [
+        Request(f"c{i}", tuple(random_prompt(150, seed=20 + i)), replace(params, max_tokens=2))
+        for i in range(4)
+    ]
+    run(engine, crowd)
+    ids, last = run(engine, [Request("three", tuple(branch), params)])
+    assert ids["three"] == slow.greedy(reference, branch, 10, shape)
+
+
+def test_a_preempted_endless_answer_goes_on_where_it_was(models):
+    """Nothing that was rolled away is computed again, if its blocks are still there."""
+    model, reference = models("llama")
+    shape = slow.SinkWindow(4, 24, 8, BLOCK_SIZE)
+    prompt = random_prompt(120, seed=11)
+    engine = make_engine(model, max_num_batched_tokens=64)
+    engine.add(Request("r", tuple(prompt), rolling_params(4, 24, 8, 60)))
+    ids = []
+    while len(ids) < 30:
+        ids += [token for delta in engine.step() for token in delta.token_ids]
+    (seq,) = engine.scheduler.running
+    before = seq.num_computed_tokens
+    engine.scheduler._preempt(seq)
+    assert not seq.block_table and engine.pool.num_live == 0
+    ids += [token for delta in engine.step() for token in delta.token_ids]
+    assert seq.num_computed_tokens > before
+    while engine.has_work():
+        ids += [token for delta in engine.step() for token in delta.token_ids]
+        engine.check()
+    assert ids == slow.greedy(reference, prompt, 60, shape)
+    assert engine.cache.num_hit_tokens >= before // BLOCK_SIZE * BLOCK_SIZE
+
+
 class RandomRule:
     """Commits when a coin says so."""
 

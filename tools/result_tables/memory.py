@@ -193,6 +193,25 @@ def endless(result: Result) -> str:
     return markdown((f"after the first roll, {flat['rolls']} rolls", "figure"), rows)
 
 
+def second_turn(result: Result) -> str:
+    head = (
+        *("tokens of the second prompt", "computed", "first token"),
+        *("computed without the cache", "first token", "ids"),
+    )
+    rows = [
+        (
+            f"{row['prompt']:,}",
+            f"{row['cached_computed']:,}",
+            fixed(1e3 * row["cached_first_s"], 0, " ms"),
+            f"{row['plain_computed']:,}",
+            fixed(1e3 * row["plain_first_s"], 0, " ms"),
+            "equal" if row["equal"] else "differ",
+        )
+        for row in result.figures["rows"]
+    ]
+    return markdown(head, rows)
+
+
 def expert_accuracy(result: Result) -> str:
     head = (
         *("layer", "predicted", "router on this layer's state", "experts of the token before"),

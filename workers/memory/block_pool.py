@@ -7,13 +7,43 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from penstock.workers.errors import InvariantError
 
 ContentKey = tuple[bytes, bytes, bytes]  # key, parent key, token ids as bytes
+
+
+class CachedBlocks:
+    """Blocks without a user whose content is still addressable, in the order of their eviction:
+    those that hardly anybody will ask for, then the others; each the longest unused first."""
+
+    def __init__(self) -> None:
+        self._cold: OrderedDict[int, None] = OrderedDict()
+        self._others: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._cold) + len(self._others)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._others or block_id in self._cold
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._cold
+        yield from self._others
+
+    def add(self, block_id: int, *, cold: bool) -> None:
+        (self._cold if cold else self._others)[block_id] = None
+
+    def remove(self, block_id: int) -> None:
+        del (self._cold if block_id in self._cold else self._others)[block_id]
+
+    def pop(self) -> tuple[int, bool]:
+        """The block to evict first, and whether it is a cold one."""
+        is_cold = bool(self._cold)
+        return (self._cold if is_cold else self._others).popitem(last=False)[0], is_cold
 
 
 class BlockPool:
@@ -33,8 +63,8 @@ class BlockPool:
         self.tail_start = num_blocks - num_tail
         self._first_lent = num_blocks  # lent blocks stay in the heap: no id below them is larger
         self._free = list(range(num_blocks))  # a sorted list is a heap
-        self._cached: OrderedDict[int, None] = OrderedDict()  # below the tail
-        self._cached_tail: OrderedDict[int, None] = OrderedDict()
+        self._cached = CachedBlocks()  # below the tail
+        self._cached_tail = CachedBlocks()
         self._references = [0] * num_blocks
         self.index = PrefixIndex()
         self.on_evict: Callable[[int, bytes, bytes, bytes], None] | None = None
@@ -73,18 +103,19 @@ class BlockPool:
     def retain(self, block_id: int) -> None:
         """One more user of a live or cached block."""
         if self._references[block_id] == 0:
-            del self._cached_beside(block_id)[block_id]
+            self._cached_beside(block_id).remove(block_id)
         self._references[block_id] += 1
 
-    def release(self, block_id: int) -> None:
-        """Remove one user; without users the block is cached if it is indexed, else free."""
+    def release(self, block_id: int, *, cold: bool = False) -> None:
+        """Remove one user; without users the block is cached if it is indexed, else free. `cold`:
+        it is evicted before any block that is not, and not kept in host memory then."""
         if self._references[block_id] <= 0:
             raise InvariantError(f"block {block_id} released twice")
         self._references[block_id] -= 1
         if self._references[block_id]:
             return
         if block_id in self.index:
-            self._cached_beside(block_id)[block_id] = None
+            self._cached_beside(block_id).add(block_id, cold=cold)
         else:
             heapq.heappush(self._free, block_id)
 
@@ -110,7 +141,7 @@ class BlockPool:
             raise InvariantError("a live block would be lent")
         for block_id in range(first, self.num_blocks):
             if self.is_cached(block_id):
-                del self._cached_beside(block_id)[block_id]
+                self._cached_beside(block_id).remove(block_id)
                 self._forget(block_id)
                 heapq.heappush(self._free, block_id)
         self._first_lent = first
@@ -120,17 +151,17 @@ class BlockPool:
         """The lent blocks are free again, with garbage in them."""
         self._first_lent = self.num_blocks
 
-    def _cached_beside(self, block_id: int) -> OrderedDict[int, None]:
+    def _cached_beside(self, block_id: int) -> CachedBlocks:
         return self._cached if block_id < self.tail_start else self._cached_tail
 
-    def _evict(self, cached: OrderedDict[int, None]) -> int:
-        block_id, _ = cached.popitem(last=False)
-        self._forget(block_id)
+    def _evict(self, cached: CachedBlocks) -> int:
+        block_id, is_cold = cached.pop()
+        self._forget(block_id, keep=not is_cold)
         return block_id
 
-    def _forget(self, block_id: int) -> None:
+    def _forget(self, block_id: int, *, keep: bool = True) -> None:
         """The content of a cached block is about to be overwritten."""
-        if self.on_evict is not None:
+        if keep and self.on_evict is not None:
             self.on_evict(block_id, *self.index.content_of(block_id))
         self.index.forget(block_id)
 

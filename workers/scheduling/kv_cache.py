@@ -17,11 +17,16 @@ from penstock.workers.scheduling.swap import HostSwap, Swapped
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Leading blocks of a sequence that the pool still has, and the content keys after them."""
+    """Blocks of a sequence that the pool still has, the keys of all its blocks up to the last of
+    them, and the content keys after that one.
+
+    All leading blocks; or, where tokens are evicted, those of the sinks and of one window, without
+    the `num_rolled` blocks between them."""
 
     blocks: list[int]
     keys: list[bytes]
     rest: list[ContentKey]  # to be looked up in host memory, if there is any
+    num_rolled: int = 0
 
 
 class KVCache:
@@ -58,16 +63,20 @@ class KVCache:
             return self._admit_swapped(self.swap, seq, swapped)
         reusable = self.prefix_cache and seq.request.params.prompt_logprobs is None
         hit = self._find_prefix(seq) if reusable else Hit([], [], [])
-        num_new = self.blocks_for(self.tokens_to_begin(seq)) - len(hit.blocks)
+        num_found = (hit.num_rolled + len(hit.blocks)) * self.block_size
+        begins = self.tokens_to_begin(seq)
+        if hit.num_rolled:
+            begins = min(seq.num_tokens, num_found + self.block_size)
+        num_new = self.blocks_for(begins) - hit.num_rolled - len(hit.blocks)
         num_revived = sum(self.pool.is_cached(b) for b in hit.blocks)
         if num_new > self.pool.num_available - num_revived:
             return False
         for block_id in hit.blocks:
             self.pool.retain(block_id)
         seq.block_table.extend(hit.blocks)
-        seq.block_keys = hit.keys
-        seq.num_computed_tokens = len(hit.blocks) * self.block_size
-        grown = self.grow(seq, self.tokens_to_begin(seq))
+        seq.block_keys, seq.num_rolled_blocks = hit.keys, hit.num_rolled
+        seq.num_computed_tokens = num_found
+        grown = self.grow(seq, begins)
         if not grown:
             raise InvariantError("num_available promised these blocks")
         num_cached = seq.num_computed_tokens
@@ -135,22 +144,17 @@ class KVCache:
         """Move the window on by `num_blocks`, which are freed; no K or V is copied."""
         first = seq.context.num_sink_blocks
         for block_id in seq.block_table[first : first + num_blocks]:
-            self.pool.release(block_id)
+            self.pool.release(block_id, cold=True)  # only a text that branches off here asks for it
         del seq.block_table[first : first + num_blocks]
         seq.num_rolled_blocks += num_blocks
         self.num_rolled_blocks += num_blocks
 
     def _index(self, seq: Sequence, num_tokens: int) -> None:
-        # Until a token is evicted, K and V depend on the earlier tokens alone, and are shared with
-        # requests of any policy; later ones are not.
-        most = seq.context.full_tokens
-        if most is not None:
-            num_tokens = min(num_tokens, most)
         for i in range(len(seq.block_keys), num_tokens // self.block_size):
             parent = seq.block_keys[-1] if seq.block_keys else self._root_of(seq)
-            token_ids = self._tokens_of_block(seq.token_ids, i)
-            key = self._key(parent, token_ids)
-            self.pool.index.insert(seq.block_table[i], key, parent, token_ids)
+            key, parent, token_ids = self._content_key(seq, i, parent)
+            place = i if i < seq.context.num_sink_blocks else i - seq.num_rolled_blocks
+            self.pool.index.insert(seq.block_table[place], key, parent, token_ids)
             seq.block_keys.append(key)
 
     def free(self, seq: Sequence) -> None:
@@ -160,8 +164,8 @@ class KVCache:
         self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Free all blocks of `seq` for now. Those that the prefix cache cannot address are swapped
-        out: after evicted tokens, K and V could only be recomputed with all of these."""
+        """Free all blocks of `seq` for now. Those that the prefix cache cannot address, and those
+        after evicted tokens, are swapped out: these could only be recomputed with all before."""
         is_addressable = self.prefix_cache and not seq.num_rolled_blocks
         if self.swap is not None and not is_addressable:
             self.swap.swap_out(seq)
@@ -193,24 +197,61 @@ class KVCache:
         return self._key(self._root, mode.encode() + b"\0" + domain)
 
     def _find_prefix(self, seq: Sequence) -> Hit:
+        """The most tokens of `seq` whose K and V need not be computed again."""
+        num_tokens, most = seq.num_reusable_tokens, seq.context.full_tokens
+        if most is not None and num_tokens > most and (hit := self._find_window(seq)) is not None:
+            return hit
         hit = Hit([], [], [])
         parent = self._root_of(seq)
-        num_tokens, most = seq.num_reusable_tokens, seq.context.full_tokens
-        if most is not None:
-            num_tokens = min(num_tokens, most)
-        for i in range(num_tokens // self.block_size):
-            token_ids = self._tokens_of_block(seq.token_ids, i)
-            key = self._key(parent, token_ids)
-            block_id = None if hit.rest else self.pool.index.find(key, parent, token_ids)
+        for i in range((num_tokens if most is None else min(num_tokens, most)) // self.block_size):
+            content = self._content_key(seq, i, parent)
+            parent = content[0]
+            block_id = None if hit.rest else self.pool.index.find(*content)
             if block_id is not None:
                 hit.blocks.append(block_id)
-                hit.keys.append(key)
+                hit.keys.append(parent)
             elif self.swap is None:
                 break
             else:
-                hit.rest.append((key, parent, token_ids))
-            parent = key
+                hit.rest.append(content)
         return hit
+
+    def _find_window(self, seq: Sequence) -> Hit | None:
+        """The longest part of `seq` after whose end only blocks are seen that the pool has: the
+        sinks' and one run. None unless tokens before that end are evicted."""
+        context, size = seq.context, self.block_size
+        num_sinks = context.num_sink_blocks
+        found: list[int | None] = []
+        keys, parent = [], self._root_of(seq)
+        for i in range(seq.num_reusable_tokens // size):
+            content = self._content_key(seq, i, parent)
+            parent = content[0]
+            found.append(self.pool.index.find(*content))
+            keys.append(parent)
+            if i < num_sinks and found[i] is None:
+                return None
+        end = len(found)
+        while end > num_sinks:
+            first = context.window_start(end * size) // size
+            if first <= num_sinks:
+                return None
+            missing = next((i for i in range(end - 1, first - 1, -1) if found[i] is None), None)
+            if missing is None:
+                blocks = [b for b in (*found[:num_sinks], *found[first:end]) if b is not None]
+                return Hit(blocks, keys[:end], [], first - num_sinks)
+            end = missing
+        return None
+
+    def _content_key(self, seq: Sequence, i: int, parent: bytes) -> ContentKey:
+        """The address of block `i` of `seq` after its block with the key `parent`.
+
+        Until a token is evicted, K and V depend on the earlier tokens alone, and are shared with
+        requests of any policy; from then on with those of the same one."""
+        most = seq.context.full_tokens
+        if most is not None and i * self.block_size <= most < (i + 1) * self.block_size:
+            parent = self._key(parent, seq.context.name)
+        token_ids = self._tokens_of_block(seq.token_ids, i)
+        return self._key(parent, token_ids), parent, token_ids
 
     def _tokens_of_block(self, token_ids: array[int], i: int) -> bytes:
         return token_ids[i * self.block_size : (i + 1) * self.block_size].tobytes()

@@ -1,6 +1,7 @@
 """Scheduler, pool, prefix cache, loans, rolls, deferrals, swaps together, against a simple model.
 
-Instead of K and V, a slot holds a digest of all tokens up to its own. So in each step it can be
+Instead of K and V, a slot holds a digest of all tokens up to its own, and of the policy once tokens
+were evicted. So in each step it can be
 seen of every row whether the block table leads to just the keys that its policy lets it see,
 whatever has been shared, rolled, deferred, evicted, swapped or loaded before. A step that is
 launched ahead computes as late as it may, with whatever the host has done to memory since.
@@ -48,8 +49,8 @@ class CoinRule:
         return Decision(stays, "free", num_pending, 9, 0.0, 0.0)
 
 
-def digest(token_ids):
-    raw = hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=7).digest()
+def digest(token_ids, policy=b""):
+    raw = hashlib.blake2b(array("i", token_ids).tobytes() + policy, digest_size=7).digest()
     return int.from_bytes(raw, "big")
 
 
@@ -140,6 +141,7 @@ class Machine(RuleBasedStateMachine):
         self.in_flight: StepInFlight | None = None
         self.unread: dict[int, list[int]] = {}  # what was sampled, on the device
         self.num_added = 0
+        self.added: list[tuple[Sequence, Any]] = []
 
     def add_host_memory(self, num_slots, restore):
         block_bytes = 8 * self.size
@@ -157,9 +159,14 @@ class Machine(RuleBasedStateMachine):
         shape=st.none() | st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8)),
         penalty=st.sampled_from((0.0, 0.0, 0.0, 0.5)),
         may_stop=st.booleans(),
+        turn=st.none() | st.integers(0, 20),
     )
-    def add(self, prompt, num_new, shape, penalty, may_stop):
+    def add(self, prompt, num_new, shape, penalty, may_stop, turn):
+        """`turn`: an earlier text, its answer included, goes on with `prompt`, as a chat does."""
         context: Context = FULL
+        if turn is not None and self.added:
+            seq, shape = self.added[turn % len(self.added)]
+            prompt = [token for token in seq.token_ids if token != STOP] + prompt[:9]
         most = len(prompt) + num_new
         if shape is not None:
             sinks, window, roll = shape
@@ -176,6 +183,7 @@ class Machine(RuleBasedStateMachine):
             context=context,
         )
         self.num_added += 1
+        self.added.append((seq, shape))
         self.live.append(seq)
         self.scheduler.add(seq)
 
@@ -271,8 +279,10 @@ class Machine(RuleBasedStateMachine):
     def digests(self, seq):
         """Of the tokens of `seq` up to each of them."""
         known, tokens = self.known.setdefault(seq.order, []), self.tokens(seq)
+        most = seq.context.full_tokens
         while len(known) < len(tokens):
-            known.append(digest(tokens[: len(known) + 1]))
+            policy = b"" if most is None or len(known) < most else seq.context.name
+            known.append(digest(tokens[: len(known) + 1], policy))
         return known
 
     def place(self, row, position):

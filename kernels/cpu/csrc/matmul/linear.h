@@ -34,18 +34,24 @@ LAYOUT(PackArgs,
        FIELD(dtype) FIELD(weight) FIELD(weight_stride) FIELD(packed) FIELD(columns) FIELD(depth)
        FIELD(threads))
 
-// Input features that a panel and a laid-out row have side by side, in 4 bytes.
+// Input features that a panel has side by side, in 4 bytes.
 template <class T>
 constexpr int RUN_OF = 4 / sizeof(T);
+// The same of a row as tiles read it: bf16 becomes fp32 there, once for all panels, where the CPU has no
+// product of bf16.
+template <class T>
+constexpr bool IS_WIDENED = sizeof(T) == 2 && !HAVE_DPBF16;
+template <class T>
+constexpr int ROW_UNIT = IS_WIDENED<T> ? 8 : 4;  // bytes
 
 template <class U>
 INLINE U unit_at(const uint8_t* x, int64_t at) {
     U unit;
-    std::memcpy(&unit, x + 4 * at, 4);
+    std::memcpy(&unit, x + sizeof(U) * at, sizeof(U));
     return unit;
 }
 
-// acc[r][n] = the sums of R rows, [groups][R] units of 4 bytes, and one panel. `ahead`: what to prefetch
+// acc[r][n] = the sums of R rows, [groups][R] units, and one panel. `ahead`: what to prefetch
 // meanwhile, a cache line a group, or null.
 #if HAVE_DPBF16
 template <int R>
@@ -76,19 +82,25 @@ template <int R>
 INLINE void panel_rows(const uint8_t* x, const bf16* panel, const bf16* ahead, int64_t groups,
                        vf (&acc)[R][2]) {
     for (int64_t g = 0; g < groups; ++g) {
-        if (ahead) __builtin_prefetch(ahead + g * 32);
-        for (int n = 0; n < 2; ++n) {
-            vu pairs;
-            std::memcpy(&pairs, panel + g * 2 * PANEL + n * 2 * W, sizeof pairs);
-            const vf even = (vf)(pairs << 16), odd = (vf)(pairs & 0xffff0000u);
-            for (int r = 0; r < R; ++r) {
-                const uint32_t both = unit_at<uint32_t>(x, g * R + r);
-                const uint32_t first = both << 16, second = both & 0xffff0000u;
-                float a, b;
-                std::memcpy(&a, &first, 4);
-                std::memcpy(&b, &second, 4);
-                acc[r][n] += a * even;
-                acc[r][n] += b * odd;
+        const bf16* weights = panel + g * 2 * PANEL;
+        if (ahead) {
+            __builtin_prefetch(ahead + g * 32);
+        } else {
+            prefetch_ahead(weights);
+            prefetch_ahead(weights + 2 * W);
+        }
+        // The first of each pair of inputs, then the second: with both, there are not enough registers.
+        UNROLL for (int half = 0; half < 2; ++half) {
+            vf w[2];
+            UNROLL for (int n = 0; n < 2; ++n) {
+                vu pairs;
+                std::memcpy(&pairs, weights + n * 2 * W, sizeof pairs);
+                w[n] = (vf)(half ? pairs & 0xffff0000u : pairs << 16);
+            }
+            UNROLL for (int r = 0; r < R; ++r) {
+                const float value = unit_at<float>(x, 2 * (g * R + r) + half);
+                acc[r][0] = multiply_add(value, w[0], acc[r][0]);
+                acc[r][1] = multiply_add(value, w[1], acc[r][1]);
             }
         }
     }
@@ -158,12 +170,19 @@ inline void linear_amx(const LinearArgs& a) {
 }
 #endif
 
-// A block of rows as tiles read it: [groups][rows of the tile] units of 4 bytes, tile after tile. Rows
-// as they come would lie a power of two apart, often, and drive each other out of the cache.
+// A block of rows as tiles read it: [groups][rows of the tile] units, tile after tile. Rows as they come would lie a power of two apart, often, and drive each other out of the cache.
 template <class T>
 INLINE void lay_out_row(const LinearArgs& a, int64_t row, int64_t groups, int64_t step, uint8_t* to) {
     const T* from = (const T*)a.x + row * a.x_stride;
-    for (int64_t g = 0; g < groups; ++g) std::memcpy(to + 4 * g * step, from + g * RUN_OF<T>, 4);
+    if constexpr (IS_WIDENED<T>) {
+        for (int64_t k = 0; k < a.depth; ++k) {
+            const uint32_t bits = (uint32_t)from[k].bits << 16;
+            std::memcpy(to + 8 * (k / 2 * step) + 4 * (k % 2), &bits, 4);
+        }
+        if (a.depth % 2) std::memset(to + 8 * ((groups - 1) * step) + 4, 0, 4);
+    } else {
+        for (int64_t g = 0; g < groups; ++g) std::memcpy(to + 4 * g * step, from + g * RUN_OF<T>, 4);
+    }
 }
 
 template <class T>
@@ -181,7 +200,8 @@ void linear(const LinearArgs& a) {
     const int64_t panels = (a.columns + PANEL - 1) / PANEL;
     const int64_t groups = (a.depth + RUN_OF<T> - 1) / RUN_OF<T>;
     const bool is_small = groups * 2 * VECTOR_BYTES <= 256 << 10;  // two panels fit into the L2 cache
-    if (a.rows > 1) grow(units, 4 * std::min(a.rows, BLOCK) * groups);
+    const bool lays_out = a.rows > 1 || IS_WIDENED<T>;
+    if (lays_out) grow(units, ROW_UNIT<T> * std::min(a.rows, BLOCK) * groups);
 #pragma omp parallel num_threads(threads) if (a.columns * a.depth * a.rows > GRAIN)
     for (int64_t start = 0; start < a.rows; start += BLOCK) {
         const int64_t rows = std::min(BLOCK, a.rows - start), tile = rows_per_tile(rows);
@@ -194,9 +214,9 @@ void linear(const LinearArgs& a) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t first = row / tile * tile, step = std::min(tile, rows - first);
-            if (a.rows > 1)
+            if (lays_out)
                 lay_out_row<T>(a, start + row, groups, step,
-                               units.data() + 4 * (first * groups + row - first));
+                               units.data() + ROW_UNIT<T> * (first * groups + row - first));
         }
         shares.take([&](int64_t part, int64_t p) {
             const T* panel = (const T*)a.packed + p * PANEL * groups * RUN_OF<T>;
@@ -204,7 +224,8 @@ void linear(const LinearArgs& a) {
             const int64_t columns = std::min<int64_t>(PANEL, a.columns - p * PANEL);
             const int64_t begin = part * part_rows, end = std::min(rows, begin + part_rows);
             for (int64_t row = begin; row < end; row += tile) {
-                const uint8_t* x = a.rows > 1 ? units.data() + 4 * row * groups : (const uint8_t*)a.x;
+                const uint8_t* x =
+                    lays_out ? units.data() + ROW_UNIT<T> * row * groups : (const uint8_t*)a.x;
                 // The first two of several tiles prefetch the next panel, half of it each.
                 const int64_t nth = (row - begin) / tile;
                 const bool prefetches = nth < 2 && begin + tile < end && p + 1 < panels && is_small;
