@@ -86,6 +86,7 @@ TABLES: dict[str, Table] = {
     "overhead-xeon": Table(["overhead/xeon-vnni"], serving.overhead),
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
     "overhead-w3": Table(["overhead/epyc-avx2-w3"], serving.overhead),
+    "overhead-w3-xeon": Table(["overhead/xeon-amx-w3"], serving.overhead),
     "startup": Table(["startup/epyc"], commits.startup),
     "cluster-setup": Table(["cluster-setup/x86-64"], installation.cluster_setup),
     "clean-root": Table(["clean-root/x86-64"], installation.clean_root),

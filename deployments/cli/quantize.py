@@ -28,7 +28,8 @@ examples:
   penstock quantize ./my-checkpoint --to int8               into ./my-checkpoint-int8
   penstock quantize org/name --to int4 --out ./name-int4
   penstock quantize org/name ./name-int4 --to int4 --calibrate texts.txt     with your own text
-  penstock quantize org/name ./name-int4 --to int4 --grid steps --calibrate self   for Penstock
+  penstock quantize org/name ./name-int4 --to int4 --grid steps --hadamard --calibrate self
+                                                            for Penstock, without a text
   penstock serve ./name-int4                                served as stored
 
 formats:
@@ -49,6 +50,11 @@ grids of int4:
   steps        as --weights int4 rounds at load: Penstock holds 5 bits in groups of 16, or 4.5 in
                groups of 32, and multiplies in int8. The file is an int8 checkpoint, twice as
                large, which other engines serve as int8. The least loss, and the fastest here
+
+With --hadamard, of int8 and steps, weights are multiplied by a Hadamard matrix in blocks of 64
+inputs before they are rounded, and activations before they are: less loss, as --weights int8 and
+int4 have it at load. The file says so (transform_config); an engine that does not read that would
+answer nonsense.
 
 With --calibrate FILE, a plain text in UTF-8 like those that the model will see, the model runs over
 parts of it, and int4's rounding errors are made up for by the weights that follow (GPTQ). With
