@@ -181,6 +181,8 @@ def quantize_int8(
 def hadamard(x: Tensor) -> Tensor:
     """`quant.hadamard_transform` of `x` [N, K], bit for bit: in one pass where the native library
     is."""
+    if x.is_cpu and x.dtype not in native.DTYPES:
+        x = x.float()
     if x.stride(1) == 1 and native.usable(x) is not None:
         return native_rowwise.hadamard(x)
     return hadamard_transform(x)

@@ -1,4 +1,4 @@
-"""The second turn of an endless conversation: tokens that are computed, and time to its first token.
+"""The second turn of an endless conversation: tokens that are computed, and time to the first.
 
 One engine in this process, no server. A text of each length is the first prompt; its answer and a
 new question are the second. With the prefix cache, what the sinks and the window of the first turn

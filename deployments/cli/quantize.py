@@ -177,8 +177,6 @@ def stopped_by_sigterm() -> Iterator[None]:
 def _check_calibration(args: argparse.Namespace) -> None:
     if args.hadamard and not (args.to == "int8" or args.grid == "steps"):
         raise ConfigError("--hadamard is for --to int8, and for --to int4 with --grid steps")
-    if args.hadamard and args.method in ("awq", "awq-gptq"):
-        raise ConfigError(f"--hadamard does not go with channel scales: --method {args.method}")
     given = [name for name in _OF_INT4 if getattr(args, name) is not None]
     if given and args.to != "int4":
         raise ConfigError(f"--{given[0].replace('_', '-')} is for --to int4, not {args.to}")

@@ -224,7 +224,7 @@ def test_a_preempted_endless_answer_goes_on_where_it_was(models):
     prompt = random_prompt(120, seed=11)
     engine = make_engine(model, max_num_batched_tokens=64)
     engine.add(Request("r", tuple(prompt), rolling_params(4, 24, 8, 60)))
-    ids = []
+    ids: list[int] = []
     while len(ids) < 30:
         ids += [token for delta in engine.step() for token in delta.token_ids]
     (seq,) = engine.scheduler.running

@@ -80,6 +80,10 @@ def plan_calibrated(
     source: Path, recipe: Recipe, *, quantize_o: bool = True, quantize_lm_head: bool = False
 ) -> CalibrationPlan:
     """Read the headers of `source`. Raises ConfigError and LoadError as `plan_quantize` does."""
+    if recipe.hadamard and recipe.scales_channels:
+        raise ConfigError(
+            f"--hadamard does not go with channel scales: --method {recipe.method}; leave one out"
+        )
     if (gguf := find_gguf(source)) is not None:
         types = {info.type.name for info in read_header(gguf).tensors.values()}
         found = ", ".join(sorted(types - set(FLOAT_TYPES)))

@@ -135,7 +135,6 @@ class Rounder:
                 self.tensors.replaced[norm] = divided.float()
                 self.spool.put(norm, divided)
                 weight = weight * scales
-                assert not spec.hadamard
                 seen = inputs = inputs.scaled(scales)
                 squares = squares / scales.square()
                 factor = None if factor is None else factor * scales

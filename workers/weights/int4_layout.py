@@ -69,7 +69,7 @@ def stated_config(
     modules of 8 bits."""
     kinds = dict.fromkeys(specs.values())
     if any(spec.kind == "steps" for spec in kinds):
-        (spec,) = kinds
+        (spec, *_) = kinds  # some may be transformed, and others not
         steps = {"group_size": spec.group, "int8_modules": list(wide)}
         return {"quantization_config": quantization_config("int8", ignore, ""), STEPS_KEY: steps}
     return {"quantization_config": _packed_config(specs, wide, ignore)}

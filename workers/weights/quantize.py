@@ -137,6 +137,8 @@ def plan_quantize(
             f"{gguf} is a GGUF file, which is read and quantised while it loads: serve it with "
             f"--weights {format}"
         )
+    if hadamard and not (format == "int8" or (format == "int4" and grid == "steps")):
+        raise InvariantError(f"{format} is not transformed")
     config = ModelConfig.from_pretrained(source)
     if config.stored_scheme is not None:
         raise ConfigError(

@@ -77,8 +77,12 @@ def test_widths_that_no_block_divides_stay_as_they_are(tmp_path: Path):
     (online, offline) = transform["apply"]
     assert (online["location"], offline["location"]) == ("input", "weight_input")
     assert online["ignore"] == ["lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in range(3))]
-    mlp = load_model(out, progress=False).layers[0].mlp
-    assert isinstance(mlp, Mlp) and mlp.gate_up.hadamard and not mlp.down.hadamard
+    steps = written(
+        make_checkpoint("llama"), tmp_path / "steps", "int4", grid="steps", group=16, hadamard=True
+    )
+    for folder in (out, steps):
+        mlp = load_model(folder, progress=False).layers[0].mlp
+        assert isinstance(mlp, Mlp) and mlp.gate_up.hadamard and not mlp.down.hadamard
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

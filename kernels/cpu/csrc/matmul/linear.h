@@ -17,7 +17,9 @@ struct LinearArgs {
     int64_t x_stride;
     const void *packed, *bias;  // bias may be null
     void* out;
-    int64_t out_stride, rows, columns, depth, threads;
+    int64_t out_stride, rows, columns;
+    int64_t depth;  // of bf16 even
+    int64_t threads;
 };
 LAYOUT(LinearArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(packed) FIELD(bias) FIELD(out) FIELD(out_stride)
@@ -170,7 +172,8 @@ inline void linear_amx(const LinearArgs& a) {
 }
 #endif
 
-// A block of rows as tiles read it: [groups][rows of the tile] units, tile after tile. Rows as they come would lie a power of two apart, often, and drive each other out of the cache.
+// A block of rows as tiles read it: [groups][rows of the tile] units, tile after tile. Rows as they
+// come would lie a power of two apart, often, and drive each other out of the cache.
 template <class T>
 INLINE void lay_out_row(const LinearArgs& a, int64_t row, int64_t groups, int64_t step, uint8_t* to) {
     const T* from = (const T*)a.x + row * a.x_stride;
@@ -179,7 +182,6 @@ INLINE void lay_out_row(const LinearArgs& a, int64_t row, int64_t groups, int64_
             const uint32_t bits = (uint32_t)from[k].bits << 16;
             std::memcpy(to + 8 * (k / 2 * step) + 4 * (k % 2), &bits, 4);
         }
-        if (a.depth % 2) std::memset(to + 8 * ((groups - 1) * step) + 4, 0, 4);
     } else {
         for (int64_t g = 0; g < groups; ++g) std::memcpy(to + 4 * g * step, from + g * RUN_OF<T>, 4);
     }
