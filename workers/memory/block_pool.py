@@ -37,8 +37,11 @@ class CachedBlocks:
     def add(self, block_id: int, *, cold: bool) -> None:
         (self._cold if cold else self._others)[block_id] = None
 
-    def remove(self, block_id: int) -> None:
-        del (self._cold if block_id in self._cold else self._others)[block_id]
+    def remove(self, block_id: int) -> bool:
+        """Whether it was a cold one."""
+        is_cold = block_id in self._cold
+        del (self._cold if is_cold else self._others)[block_id]
+        return is_cold
 
     def pop(self) -> tuple[int, bool]:
         """The block to evict first, and whether it is a cold one."""
@@ -141,8 +144,8 @@ class BlockPool:
             raise InvariantError("a live block would be lent")
         for block_id in range(first, self.num_blocks):
             if self.is_cached(block_id):
-                self._cached_beside(block_id).remove(block_id)
-                self._forget(block_id)
+                is_cold = self._cached_beside(block_id).remove(block_id)
+                self._forget(block_id, keep=not is_cold)
                 heapq.heappush(self._free, block_id)
         self._first_lent = first
         return first
@@ -159,8 +162,8 @@ class BlockPool:
         self._forget(block_id, keep=not is_cold)
         return block_id
 
-    def _forget(self, block_id: int, *, keep: bool = True) -> None:
-        """The content of a cached block is about to be overwritten."""
+    def _forget(self, block_id: int, *, keep: bool) -> None:
+        """The content of a cached block is about to be overwritten; `keep`: in host memory."""
         if keep and self.on_evict is not None:
             self.on_evict(block_id, *self.index.content_of(block_id))
         self.index.forget(block_id)
