@@ -71,6 +71,7 @@ class KVCache:
         num_revived = sum(self.pool.is_cached(b) for b in hit.blocks)
         if num_new > self.pool.num_available - num_revived:
             return False
+        seq.content_keys = []
         for block_id in hit.blocks:
             self.pool.retain(block_id)
         seq.block_table.extend(hit.blocks)
@@ -173,6 +174,7 @@ class KVCache:
 
     def _release(self, seq: Sequence) -> None:
         """The last block first, so that a chain is evicted from its end."""
+        seq.content_keys = []
         if self.swap is not None:
             self.swap.stop(seq)
         for block_id in reversed(seq.block_table):
@@ -202,14 +204,12 @@ class KVCache:
         if most is not None and num_tokens > most and (hit := self._find_window(seq)) is not None:
             return hit
         hit = Hit([], [], [])
-        parent = self._root_of(seq)
         for i in range((num_tokens if most is None else min(num_tokens, most)) // self.block_size):
-            content = self._content_key(seq, i, parent)
-            parent = content[0]
+            content = self._content_of(seq, i)
             block_id = None if hit.rest else self.pool.index.find(*content)
             if block_id is not None:
                 hit.blocks.append(block_id)
-                hit.keys.append(parent)
+                hit.keys.append(content[0])
             elif self.swap is None:
                 break
             else:
@@ -222,12 +222,8 @@ class KVCache:
         context, size = seq.context, self.block_size
         num_sinks = context.num_sink_blocks
         found: list[int | None] = []
-        keys, parent = [], self._root_of(seq)
         for i in range(seq.num_reusable_tokens // size):
-            content = self._content_key(seq, i, parent)
-            parent = content[0]
-            found.append(self.pool.index.find(*content))
-            keys.append(parent)
+            found.append(self.pool.index.find(*self._content_of(seq, i)))
             if i < num_sinks and found[i] is None:
                 return None
         end = len(found)
@@ -238,9 +234,18 @@ class KVCache:
             missing = next((i for i in range(end - 1, first - 1, -1) if found[i] is None), None)
             if missing is None:
                 blocks = [b for b in (*found[:num_sinks], *found[first:end]) if b is not None]
-                return Hit(blocks, keys[:end], [], first - num_sinks)
+                keys = [key for key, _, _ in seq.content_keys[:end]]
+                return Hit(blocks, keys, [], first - num_sinks)
             end = missing
         return None
+
+    def _content_of(self, seq: Sequence, i: int) -> ContentKey:
+        """The same, kept while `seq` waits: a request that waits for blocks asks at every step."""
+        known = seq.content_keys
+        while len(known) <= i:
+            parent = known[-1][0] if known else self._root_of(seq)
+            known.append(self._content_key(seq, len(known), parent))
+        return known[i]
 
     def _content_key(self, seq: Sequence, i: int, parent: bytes) -> ContentKey:
         """The address of block `i` of `seq` after its block with the key `parent`.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.workers.context_policy import FULL, Context
 from penstock.workers.errors import InvariantError
+from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, TokenLogprob
 from penstock.workers.sampling.logits import LogitsEditor
 from penstock.workers.structured.grammar import GrammarMatcher
@@ -27,7 +28,8 @@ class Sequence:
 
     `token_ids` is prompt + answer so far; `num_computed_tokens` of them have their K and V in the
     blocks of `block_table`. All beyond that is computed in the next steps; the last one is sampled
-    from. `block_keys` are the prefix-cache keys of the leading full blocks.
+    from. `block_keys` are the prefix-cache keys of the leading full blocks, and `content_keys`,
+    while it waits, the addresses that its blocks were looked for under.
 
     With async scheduling, a step may be in flight that the host has not read (`num_in_flight`): its
     tokens count as computed, and the `num_unread_tokens` that it samples count as tokens after
@@ -45,6 +47,7 @@ class Sequence:
         "arrived_s",
         "block_keys",
         "block_table",
+        "content_keys",
         "context",
         "editor",
         "matcher",
@@ -115,6 +118,7 @@ class Sequence:
         self.num_neurons = self.num_skipped_neurons = 0
         self.block_table = array("i")
         self.block_keys: list[bytes] = []
+        self.content_keys: list[ContentKey] = []
         self.prompt_logprobs: list[TokenLogprob] = []  # of tokens 1, 2, ... until handed out
         self.editor: LogitsEditor | None = None
         if request.params.edits_logits:

@@ -115,3 +115,27 @@ def test_rolled_blocks_are_not_copied_to_host_memory():
     cache.pool.lend(cache.pool.num_lendable(20))  # what is lent is not addressable any more
     cache.pool.give_back()
     assert len(evicted) <= 6  # those of the sinks and the window at the end
+
+
+def test_a_request_that_waits_for_blocks_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    """It asks at every step: 64,000 tokens would take the step's time again."""
+    cache = Cache(30)
+    tokens, context = [i % 7 for i in range(120)], SinkWindow(2, 16, 4, SIZE)
+    cache.run(tokens, context, 5)
+    other = sequence([200 + i for i in range(2 * 28)], FULL)
+    assert cache.cache.admit(other)  # 28 of 30 blocks
+    calls: list[bytes] = []
+    key = cache.cache._key
+
+    def counted(parent: bytes, token_ids: bytes) -> bytes:
+        calls.append(token_ids)
+        return key(parent, token_ids)
+
+    monkeypatch.setattr(cache.cache, "_key", counted)
+    seq = sequence([*tokens, 1, 2, 3], context)
+    assert not cache.cache.admit(seq)
+    first = len(calls)
+    assert not cache.cache.admit(seq) and len(calls) == first
+    cache.cache.free(other)
+    cache.run(tokens, context, 5)
+    assert cache.cache.admit(seq) and seq.num_computed_tokens == 120 and not seq.content_keys
