@@ -117,5 +117,4 @@ def test_a_killed_worker_of_one_model_delays_its_own_requests_alone(cluster, con
     assert pid_of(after, MOE) != pid_of(before, MOE)
     assert httpx.get(f"{url}/ready").json() == {"status": "ok"}
     added = [now - then for then, now in zip(continued, num_continued(config), strict=True)]
-    # Where the machine is busy, the new worker may be silent so long that it is taken for hung.
-    assert added[0] == 0 and added[1] >= 1
+    assert added == [0, 1]
