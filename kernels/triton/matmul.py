@@ -86,17 +86,9 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
             group = min(quantized.group, num_inputs)
             step = _step(group, num_inputs, SLAB // 4)
         return GpuWeight(
-            quantized.format,
-            codes,
-            scales,
-            None,
-            bias,
-            num_inputs,
-            num_outputs,
-            group,
-            step,
+            quantized.format, codes, scales, None, bias, num_inputs, num_outputs, group, step,
             quantized.hadamard,
-        )
+        )  # fmt: skip
     assert quantized.group is not None
     if quantized.steps is not None:
         return _pack_steps(quantized, bias)

@@ -53,8 +53,19 @@ INLINE U unit_at(const uint8_t* x, int64_t at) {
     return unit;
 }
 
-// acc[r][n] = the sums of R rows, [groups][R] units, and one panel. `ahead`: what to prefetch
-// meanwhile, a cache line a group, or null.
+// Of a walk through a panel: a cache line of what comes `ahead`, or, if that is null, of this panel
+// further on.
+template <class T>
+INLINE void prefetch_step(const T* weights, const T* ahead, int64_t group) {
+    if (ahead) {
+        __builtin_prefetch(ahead + group * (64 / (int)sizeof(T)));
+    } else {
+        prefetch_ahead(weights);
+        prefetch_ahead(weights + VECTOR_BYTES / (int)sizeof(T));
+    }
+}
+
+// acc[r][n] = the sums of R rows, [groups][R] units, and one panel. `ahead`: as `prefetch_step` has it.
 #if HAVE_DPBF16
 template <int R>
 INLINE void panel_rows(const uint8_t* x, const bf16* panel, const bf16* ahead, int64_t groups,
@@ -62,12 +73,7 @@ INLINE void panel_rows(const uint8_t* x, const bf16* panel, const bf16* ahead, i
     __m512 sums[R][2] = {};
     for (int64_t g = 0; g < groups; ++g) {
         const bf16* weights = panel + g * 2 * PANEL;
-        if (ahead) {
-            __builtin_prefetch(ahead + g * 32);
-        } else {
-            prefetch_ahead(weights);
-            prefetch_ahead(weights + 2 * W);
-        }
+        prefetch_step(weights, ahead, g);
         const __m512bh first = (__m512bh)_mm512_loadu_si512(weights);
         const __m512bh second = (__m512bh)_mm512_loadu_si512(weights + 2 * W);
         UNROLL for (int r = 0; r < R; ++r) {
@@ -85,12 +91,7 @@ INLINE void panel_rows(const uint8_t* x, const bf16* panel, const bf16* ahead, i
                        vf (&acc)[R][2]) {
     for (int64_t g = 0; g < groups; ++g) {
         const bf16* weights = panel + g * 2 * PANEL;
-        if (ahead) {
-            __builtin_prefetch(ahead + g * 32);
-        } else {
-            prefetch_ahead(weights);
-            prefetch_ahead(weights + 2 * W);
-        }
+        prefetch_step(weights, ahead, g);
         // The first of each pair of inputs, then the second: with both, there are not enough registers.
         UNROLL for (int half = 0; half < 2; ++half) {
             vf w[2];
@@ -113,12 +114,7 @@ INLINE void panel_rows(const uint8_t* x, const float* panel, const float* ahead,
                        vf (&acc)[R][2]) {
     for (int64_t g = 0; g < groups; ++g) {
         const float* weights = panel + g * PANEL;
-        if (ahead) {
-            __builtin_prefetch(ahead + g * 16);
-        } else {
-            prefetch_ahead(weights);
-            prefetch_ahead(weights + W);
-        }
+        prefetch_step(weights, ahead, g);
         const vf w[2] = {load(weights), load(weights + W)};
         UNROLL for (int r = 0; r < R; ++r) {
             const float value = unit_at<float>(x, g * R + r);
