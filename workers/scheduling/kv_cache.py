@@ -143,9 +143,12 @@ class KVCache:
 
     def _roll(self, seq: Sequence, num_blocks: int) -> None:
         """Move the window on by `num_blocks`, which are freed; no K or V is copied."""
-        first = seq.context.num_sink_blocks
-        for block_id in seq.block_table[first : first + num_blocks]:
-            self.pool.release(block_id, cold=True)  # only a text that branches off here asks for it
+        first, most = seq.context.num_sink_blocks, seq.context.full_tokens
+        for i in range(first, first + num_blocks):
+            # Blocks from before the first eviction are any request's; for later ones only a text
+            # that branches off here asks.
+            end = (i + seq.num_rolled_blocks + 1) * self.block_size
+            self.pool.release(seq.block_table[i], cold=most is not None and end > most)
         del seq.block_table[first : first + num_blocks]
         seq.num_rolled_blocks += num_blocks
         self.num_rolled_blocks += num_blocks
@@ -240,7 +243,8 @@ class KVCache:
         return None
 
     def _content_of(self, seq: Sequence, i: int) -> ContentKey:
-        """The same, kept while `seq` waits: a request that waits for blocks asks at every step."""
+        """`_content_key` of block `i`, and of all before it, kept while `seq` waits: a request that
+        waits for blocks asks at every step."""
         known = seq.content_keys
         while len(known) <= i:
             parent = known[-1][0] if known else self._root_of(seq)

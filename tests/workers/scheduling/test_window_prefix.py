@@ -28,9 +28,11 @@ class Cache:
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.cache = KVCache(self.pool, SIZE, prefix_cache=True, salt=b"")
-        self.held: dict[int, object] = {}
+        self.held: dict[int, tuple[tuple[int, ...], bytes]] = {}
 
-    def content(self, tokens: list[int], context: Context, block: int) -> object:
+    def content(
+        self, tokens: list[int], context: Context, block: int
+    ) -> tuple[tuple[int, ...], bytes]:
         """What K and V of a block depend on."""
         end, most = (block + 1) * SIZE, context.full_tokens
         return tuple(tokens[:end]), b"" if most is None or end <= most else context.name
@@ -81,7 +83,7 @@ def test_it_finds_the_longest_end(seed: int):
     ]
     texts: list[list[int]] = [[]]
     num_beyond = 0
-    for _ in range(60):
+    for _ in range(90):
         base = rng.choice(texts)
         tokens = base[: rng.randint(0, len(base))] if rng.random() < 0.4 else list(base)
         tokens = tokens[:40] + [rng.randint(0, 1) for _ in range(rng.randint(1, 12))]
@@ -110,11 +112,23 @@ def test_blocks_that_were_rolled_over_are_the_first_to_go():
 def test_rolled_blocks_are_not_copied_to_host_memory():
     cache, evicted = Cache(20), []
     cache.pool.on_evict = lambda block_id, *_: evicted.append(block_id)
-    cache.run([i % 5 for i in range(300)], SinkWindow(2, 8, 2, SIZE), 5)
+    context = SinkWindow(2, 8, 2, SIZE)
+    cache.run([i % 5 for i in range(300)], context, 5)
     assert evicted == []
     cache.pool.lend(cache.pool.num_lendable(20))  # what is lent is not addressable any more
     cache.pool.give_back()
-    assert len(evicted) <= 6  # those of the sinks and the window at the end
+    ends = [len(cache.held[block_id][0]) for block_id in evicted]
+    assert 300 in ends and 2 in ends  # of the window at the end, and the sinks'
+    assert all(end <= context.full_tokens or end > context.window_start(299) for end in ends)
+
+
+def test_what_ordinary_requests_share_is_not_cold():
+    """A prompt that all begin with, and an endless answer that has rolled over it."""
+    cache, context = Cache(40), SinkWindow(2, 20, 2, SIZE)
+    begin = list(range(100, 122))
+    cache.run([*begin, *(7 + i % 3 for i in range(400))], context, 5)
+    num_found, _ = cache.run([*begin, 1, 2, 3], FULL, 5)
+    assert num_found == len(begin)
 
 
 def test_a_request_that_waits_for_blocks_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
