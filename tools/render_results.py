@@ -89,6 +89,7 @@ TABLES: dict[str, Table] = {
     "overhead-w3-xeon": Table(["overhead/xeon-amx-w3"], serving.overhead),
     "overhead-w3-own-core": Table(["overhead/xeon-amx-w3-own-core"], serving.overhead),
     "startup": Table(["startup/epyc"], commits.startup),
+    "startup-xeon": Table(["startup/xeon-amx"], commits.startup),
     "cluster-setup": Table(["cluster-setup/x86-64"], installation.cluster_setup),
     "clean-root": Table(["clean-root/x86-64"], installation.clean_root),
     "ingress-cpu": Table(["ingress-cpu/xeon-avx512"], serving.ingress_cpu),

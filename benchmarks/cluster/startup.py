@@ -190,6 +190,8 @@ def main() -> None:
     here = record.ROOT / "src"
     checkouts: dict[str, Path] = {"this checkout": here}
     if args.against is not None:
+        if not (args.against / "src" / "penstock").is_dir():
+            parser.error(f"--against: {args.against} has no src/penstock; give a checkout's root")
         checkouts = {"before": args.against / "src", "after": here}
     rows: dict[str, list[Row]] = {name: [] for name in checkouts}
     failed = dict.fromkeys(checkouts, 0)
