@@ -151,6 +151,7 @@ TABLES: dict[str, Table] = {
     "kv-formats": Table(["kv-formats/xeon-avx512"], memory.kv_formats),
     "kv-attention": Table(["kv-attention/xeon-avx512"], memory.kv_attention),
     "pressure": Table(["pressure/x86-64"], memory.pressure),
+    "deferral-map": Table(["deferral-map/roofline"], memory.deferral_map),
     "streaming-quality": Table(["streaming-quality/xeon"], memory.streaming_quality),
     "streaming-quality-smollm2": Table(
         ["streaming-quality/xeon-avx512-smollm2"], memory.streaming_quality

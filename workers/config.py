@@ -242,11 +242,11 @@ class KvPressureOptions:
 
     GROUP: ClassVar[str] = "when KV blocks run out"
 
-    kv_commit: Literal["eager", "deferred"] = option(
-        "eager",
-        "eager: preempt a sequence when no KV block is free; deferred: first recompute the newest "
-        "tokens of a running sequence in each step instead of storing them "
-        "(docs/design/memory.md)",
+    kv_commit: Literal["auto", "eager", "deferred"] = option(
+        "auto",
+        "when no KV block is free; eager: preempt a sequence; deferred: recompute the newest "
+        "tokens of running sequences in each step instead of storing them, as long as that costs "
+        "less; auto: deferred, on a CPU without measuring the ridge (docs/design/memory.md)",
     )
     kv_defer_mode: Literal["pressure", "always"] = option(
         "pressure",
@@ -259,7 +259,7 @@ class KvPressureOptions:
     ridge_tokens: int | None = option(
         None,
         "tokens that a step computes in the same time as one token (the roofline's ridge); none: "
-        "measured at start",
+        "measured at start, but 1 on a CPU with kv_commit auto",
         min=1,
     )
     host_kv_gb: float | None = option(

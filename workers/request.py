@@ -21,6 +21,7 @@ from penstock.workers.parameters import (
     parameter,
     parameters_of,
 )
+from penstock.workers.stats import MemoryEvent
 from penstock.workers.structured_spec import StructuredSpec
 
 
@@ -309,6 +310,7 @@ class Delta:
     # Of the prompt's tokens from the second on, with the first delta, if requested.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: FirstTokenTimes | None = None  # with the first delta
+    events: list[MemoryEvent] = field(default_factory=list)  # since the last delta
     # Of a request that embeds, with its only delta: the pooled hidden state after the final norm,
     # not normalised, as little-endian fp32.
     embedding: bytes = b""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Tokens of a step, prompt and decode together: from a lone decode row to a large merged batch.
+PREEMPTED = "preempted"  # its blocks were freed, and it is computed again later
+DECIDED = "decided"  # commit or recompute, for its newest tokens
 STEP_TOKENS_BOUNDS = (1, 8, *(16 << i for i in range(11)))
 
 
@@ -108,6 +110,38 @@ class ExpertStats:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """What a lack of KV memory did to one request: for `penstock explain`.
+
+    Of a decision: the branch, and the numbers that were compared.
+
+    See scheduling/commit_rule.py for nt, td, tl and the branches.
+    """
+
+    kind: str  # PREEMPTED or DECIDED
+    num_generated: int  # tokens of the answer at that time
+    num_tokens: int  # computed tokens that were lost, or pending tokens
+    branch: str = ""
+    num_scheduled: int = 0  # other rows of the step
+    ridge_tokens: float = 0.0  # nt
+    compute_s: float = 0.0  # td
+    load_s: float = 0.0  # tl
+    is_pressed: bool = False  # no block was free; else the mode is `always`
+
+
+@dataclass(frozen=True, slots=True)
+class DeferralStats:
+    """Commit or recompute: the numbers of the device, and the decisions since the start."""
+
+    ridge_tokens: float  # nt
+    read_s_per_token: float
+    compute_s_per_token: float
+    num_decisions: dict[str, int]  # by branch of scheduling/commit_rule.py
+    compute_s: float  # td of all decisions
+    load_s: float  # tl of all decisions
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for logs, metrics and the choice of a worker. Totals count from the start."""
 
@@ -130,6 +164,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_preemptions_avoided: int = 0  # times a sequence continued without a free block
     num_deferred_tokens: int = 0  # computed in a step, and not stored
+    deferral: DeferralStats | None = None  # with kv_commit deferred
     num_recomputed_tokens: int = 0  # token-passes that this cost in later steps
     num_host_blocks: int = 0  # KV blocks that host memory has room for
     num_host_blocks_used: int = 0

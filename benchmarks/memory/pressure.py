@@ -51,6 +51,7 @@ COMMON: dict[str, Any] = {
     "activation_memory": "separate",
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
+    "kv_commit": "eager",
 }
 DEFERRED: dict[str, Any] = {"kv_commit": "deferred"}
 LARGE_RIDGE = 256
@@ -164,7 +165,7 @@ def measure_pool(
                 rows[name].append(row)
             bar.update()
     ridges = {
-        name: engine.scheduler.deferral.rule.ridge_tokens  # type: ignore[attr-defined]
+        name: engine.scheduler.deferral.rule.ridge_tokens
         for name, engine in engines.items()
         if engine.scheduler.deferral is not None
     }

@@ -102,6 +102,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--limit", type=int, default=50, metavar="N", help="maximum rows (default: 50)"
     )
     queue.set_defaults(run=_queue)
+    explain = commands.add_parser(
+        "explain", help="show where one request has been, and what was decided about its memory"
+    )
+    add_server_flags(explain)
+    explain.add_argument(
+        "request_id",
+        metavar="REQUEST",
+        help="id of the header x-request-id, or of the answer (chatcmpl-...)",
+    )
+    explain.set_defaults(run=_explain)
     completion = commands.add_parser(
         "completion", help="print a script that completes commands, flags and values in a shell"
     )
@@ -179,6 +189,12 @@ def _queue(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.status import run_queue
 
     return run_queue(args.url, _api_key(args), tls_of(args, args.url), args.limit, args.model)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.explain import run_explain
+
+    return run_explain(args.url, _api_key(args), tls_of(args, args.url), args.request_id)
 
 
 def _version(_: argparse.Namespace) -> int:

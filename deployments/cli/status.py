@@ -16,7 +16,7 @@ from penstock.deployments.security.api_keys import FORBIDDEN
 
 MAX_CHANGES = 5
 MAX_BATCHES = 10
-_WHY = {
+WHY_IT_WAITS = {
     "memory": "its predicted peak does not fit any worker yet",
     "slots": "all workers run max_num_seqs requests",
     "behind": "requests before it in the queue go first",
@@ -183,7 +183,7 @@ def _gate(queue: dict[str, Any]) -> list[str]:
 def _waiting(waiting: Sequence[dict[str, Any]]) -> list[str]:
     rows = [("request", "tenant", "waited", "admitted", "why")]
     for each in waiting:
-        why = _WHY.get(each["reason"], each["reason"])
+        why = WHY_IT_WAITS.get(each["reason"], each["reason"])
         if each["peak_tokens"] is not None:
             why += f" ({each['peak_tokens']:,} KV tokens; the limit is {each['limit_tokens']:,})"
         expected = "?" if each["expected_s"] is None else f"in {each['expected_s']:.1f} s"

@@ -69,6 +69,7 @@ ROUTES: dict[tuple[str, str], Need] = {
     ("POST", "/detokenize"): _INFER,
     ("GET", "/tokenizer_info"): _INFER,
     ("GET", "/v1/penstock/streams/{request_id}"): _INFER,
+    ("GET", "/v1/penstock/requests/{request_id}"): _INFER,
     ("POST", "/v1/files"): _INFER,
     ("GET", "/v1/files"): _INFER,
     ("GET", "/v1/files/{file_id}"): _INFER,

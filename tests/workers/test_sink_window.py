@@ -18,10 +18,10 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.models import layers
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
-from penstock.workers.scheduling.ridge import Decision
 from tests.workers import streaming_reference as slow
 from tests.workers.answers import poison_released
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_model
+from tests.workers.commit_rules import stays_by_chance
 
 NUM_ROLLS = 20
 BLOCK_SIZE = 8
@@ -240,24 +240,13 @@ def test_a_preempted_endless_answer_goes_on_where_it_was(models):
     assert engine.cache.num_hit_tokens >= before // BLOCK_SIZE * BLOCK_SIZE
 
 
-class RandomRule:
-    """Commits when a coin says so."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-
-    def decide(self, num_pending, *, num_scheduled):
-        stays = num_pending <= 64 and self.random.random() < 0.8
-        return Decision(stays, "free", num_pending, 64, 0.0, 0.0)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_random_commit_points(models, mixed_truth, seed):
     model, _ = models("llama")
     config = EngineConfig(
         num_blocks=96, block_size=BLOCK_SIZE, kv_commit="deferred", kv_defer_mode="always"
     )
-    engine = Engine(config, model, RandomRule(seed))
+    engine = Engine(config, model, stays_by_chance(random.Random(seed)))
     engine.arena.storage.fill_(0xFF)
     ids, _ = run(engine, mixed_requests())
     assert ids == mixed_truth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from tools.result_files import Result, fixed, markdown, signed, significant
@@ -141,6 +142,33 @@ def pressure(result: Result) -> str:
     ]
     restore = ("link", "`kv_restore`", "tokens loaded", "tokens computed", "first token, median")
     return "\n\n".join((markdown(head, rows), markdown(restore, links)))
+
+
+def deferral_map(result: Result) -> str:
+    """Deferred commit under pressure against eager commit, by device, link and model."""
+    head = ("device", "model", "host memory", "nt", "tokens/s: least", "median", "most",
+            "preempted: eager", "deferred", "in every step, tokens/s")  # fmt: skip
+    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for cell in result.figures["cells"]:
+        key = (cell["device"], cell["model"], cell["link_gb_per_s"])
+        groups.setdefault(key, []).append(cell)
+    rows = []
+    for (device, model, link), cells in groups.items():
+        speeds = [each["pressure"]["speed"] for each in cells]
+        always = [each["always"]["speed"] for each in cells if "always" in each]
+        rows.append(
+            (
+                *(device, model, f"{link:g} GB/s" if link else "none"),
+                fixed(cells[0]["ridge_tokens"], 0),
+                *(fixed(each, 3, "x") for each in (min(speeds), median(speeds), max(speeds))),
+                *(
+                    sum(each[mode]["preemptions"] for each in cells)
+                    for mode in ("eager", "pressure")
+                ),
+                f"{min(always):.2f}x to {max(always):.2f}x" if always else "",
+            )
+        )
+    return markdown(head, rows)
 
 
 def streaming_quality(result: Result) -> str:

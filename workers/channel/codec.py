@@ -19,6 +19,7 @@ from penstock.workers.request import (
     SamplingParams,
     TokenLogprob,
 )
+from penstock.workers.stats import MemoryEvent
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec
 
 _TO_WIRE = {
@@ -37,6 +38,7 @@ _SAME_NAME = {
     if each.name not in _OWN_FORM
 }
 _REPEATED = frozenset(each.name for each in fields(SamplingParams) if each.default == ())
+_EVENT_FIELDS = tuple(each.name for each in fields(MemoryEvent))  # both have the same
 _FROM_WIRE = {number: reason for reason, number in _TO_WIRE.items()}
 
 
@@ -115,6 +117,7 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
         num_neurons=delta.num_neurons,
         num_skipped_neurons=delta.num_skipped_neurons,
         embedding=delta.embedding,
+        events=map(_event_message, delta.events),
     )
 
 
@@ -148,6 +151,7 @@ def _is_token_only(delta: Delta) -> bool:
         and delta.times is None
         and not delta.logprobs
         and not delta.prompt_logprobs
+        and not delta.events
     )
 
 
@@ -169,7 +173,16 @@ def delta_from(message: pb.Delta, request_id: str) -> Delta:
         num_neurons=message.num_neurons,
         num_skipped_neurons=message.num_skipped_neurons,
         embedding=message.embedding,
+        events=[_event_from(each) for each in message.events],
     )
+
+
+def _event_message(event: MemoryEvent) -> pb.MemoryEvent:
+    return pb.MemoryEvent(**{name: getattr(event, name) for name in _EVENT_FIELDS})
+
+
+def _event_from(message: pb.MemoryEvent) -> MemoryEvent:
+    return MemoryEvent(**{name: getattr(message, name) for name in _EVENT_FIELDS})
 
 
 def _times_message(times: FirstTokenTimes | None) -> pb.FirstTokenTimes | None:

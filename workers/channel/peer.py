@@ -30,7 +30,7 @@ MAX_HELLO_BYTES = 4096  # of a message, before its sender has proven itself
 MAX_PENDING_BYTES = 64 << 20
 # Of deltas in one message, as they lie in memory: on the wire they take less, a fourth at most.
 MAX_STEP_BYTES = 8 << 20
-_LISTS = ("token_ids", "logprobs", "prompt_logprobs")
+_LISTS = ("token_ids", "logprobs", "prompt_logprobs", "events")
 _COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they only grow; not every delta has them
 _OF_FIRST = ("request_id", "times", "engine", "computes")
 _OF_LAST = tuple(

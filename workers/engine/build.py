@@ -83,13 +83,13 @@ def build_parts(
     )
     executor = _executor(config, model, memory, max_model_len)
     most_rows = memory.tokens_that_fit(PROBE_ROWS)
-    if config.kv_commit == "deferred":
+    if config.kv_commit != "eager":
         rule = commit_rule or rule_of(
             config,
             model.config,
             executor.run_rows,
             most_rows=most_rows,
-            is_cuda=model.device.type == "cuda",
+            device=_device_name(model.device),
             weights=model.weights.format,
             layout=layout,
         )
@@ -101,6 +101,11 @@ def build_parts(
         cache.swap, rates = host_swap(config, memory.arena, executor.run_rows, most_rows)
         memory.pool.on_evict = cache.swap.keep
     return EngineParts(memory, cache, scheduler, executor, max_model_len, rates)
+
+
+def _device_name(device: torch.device) -> str | None:
+    """Of a graphics card; None: it is a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLayout:
@@ -119,7 +124,7 @@ def _executor(
 ) -> Executor:
     arena = memory.arena
     kv_layers = arena.kv_layers()
-    if config.kv_commit == "deferred":
+    if config.kv_commit != "eager":
         scratch = scratch_views(config, arena.layout, memory.rest)
         kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
     replay = None

@@ -11,10 +11,11 @@ from penstock.workers.execution.step import StepInFlight
 from penstock.workers.execution.timing import StepModel, StepTimes
 from penstock.workers.memory.restore import Rates
 from penstock.workers.request import FinishReason
+from penstock.workers.scheduling.deferral import Deferral
 from penstock.workers.scheduling.plan import Chunk
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.sequence import Sequence
-from penstock.workers.stats import STEP_TOKENS_BOUNDS, EngineStats, Histogram
+from penstock.workers.stats import STEP_TOKENS_BOUNDS, DeferralStats, EngineStats, Histogram
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ def stats_of(
         num_preemptions=scheduler.num_preemptions,
         num_preemptions_avoided=scheduler.num_preemptions_avoided,
         num_deferred_tokens=totals.num_deferred_tokens,
+        deferral=_deferral_stats(scheduler.deferral),
         num_recomputed_tokens=totals.num_recomputed_tokens,
         num_host_blocks=0 if tier is None else tier.num_slots,
         num_host_blocks_used=0 if tier is None else tier.num_used,
@@ -103,6 +105,20 @@ def stats_of(
         step_model=totals.step_model.coefficients(),
         step_tokens=totals.step_tokens.snapshot(),
         experts=None if routed is None else routed.stats(),
+    )
+
+
+def _deferral_stats(deferral: Deferral | None) -> DeferralStats | None:
+    if deferral is None:
+        return None
+    rule, counts = deferral.rule, deferral.counts
+    return DeferralStats(
+        ridge_tokens=rule.ridge_tokens,
+        read_s_per_token=rule.read_s_per_token,
+        compute_s_per_token=rule.compute_s_per_token,
+        num_decisions=dict(counts.by_branch),
+        compute_s=counts.compute_s,
+        load_s=counts.load_s,
     )
 
 

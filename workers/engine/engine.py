@@ -42,6 +42,7 @@ from penstock.workers.structured.grammar import GrammarMatcher
 
 log = logging.getLogger("penstock.engine")
 
+RENEWAL_STEPS = 256  # after so many the costs of deferred commit are taken anew
 LOAD_WAIT_S = 0.01  # for a KV load, where nothing else can run; then `step` returns
 
 
@@ -241,8 +242,16 @@ class Engine:
             log.exception("a step of %d sequences was lost; ending them", len(plan.chunks))
             return [delta for chunk in plan.chunks for delta in self._lose(chunk.seq)]
         self.totals.observe(step)
+        self._renew_costs()
         with self.times.phase("deliver"):
             return self._record(step, result)
+
+    def _renew_costs(self) -> None:
+        """Have commit or recompute decided by what steps took, once enough of them have run."""
+        deferral, model = self.scheduler.deferral, self.totals.step_model
+        if deferral is not None and model.num_steps % RENEWAL_STEPS == 0:
+            learnt = model.coefficients()
+            deferral.renew(learnt["cached_token"], learnt["prompt_token"])
 
     def _record(self, step: StepInFlight, result: StepResult) -> list[Delta]:
         deltas = []

@@ -114,3 +114,11 @@ def device_named(name: str) -> Device:
     near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown device {name!r}{hint} (known: {', '.join(DEVICES)})")
+
+
+def device_like(card: str) -> Device:
+    """The device of a card's own name, as "NVIDIA A100-SXM4-80GB"; of an unknown card the one with
+    the fewest FLOPs for each byte, which promises least."""
+    known = [device for name, device in DEVICES.items() if name.lower() in card.lower()]
+    cards = [device for name, device in DEVICES.items() if name != "cpu"]
+    return known[0] if known else min(cards, key=lambda each: each.peak("bf16") / each.bandwidth)

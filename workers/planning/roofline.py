@@ -180,6 +180,12 @@ class Roofline:
         """A step of `batch` rows, one for each sequence, that have `context` tokens each."""
         return self._step(batch, batch, batch * self._seen(context), batch * self._seen(context))
 
+    def mixed(self, rows: int, sampled: int, cached: int, pairs: int) -> StepTime:
+        """A step of `rows` tokens, `sampled` of which need logits. In each layer it reads `cached`
+        tokens, and multiplies `pairs` of a query and a key; windows of the model are left out."""
+        layers = self.model.num_layers
+        return self._step(rows, sampled, cached * layers, pairs * layers)
+
     def prefill_s(self, num_tokens: int, chunk: int | None = None) -> float:
         """Time to first token of a prompt that runs alone, in chunks of `chunk` tokens."""
         chunk = chunk or num_tokens

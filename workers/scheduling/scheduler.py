@@ -19,6 +19,7 @@ from penstock.workers.scheduling.sequence import Sequence, SequenceState
 
 MAX_PREEMPTIONS = 2  # of one sequence, while others can be preempted instead
 NEWEST_WEIGHT = 0.2  # of the newest value in a running mean
+FIRST_STEPS_TO_END = 16.0  # until a sequence has ended
 
 
 class Scheduler:
@@ -56,6 +57,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_preemptions_avoided = 0  # times that a sequence continued without a block
         self._recomputed: float | None = None  # tokens per preemption: a running mean
+        self._steps_to_end = FIRST_STEPS_TO_END  # between ends of sequences: a running mean
+        self._num_steps = 0  # since the last sequence ended
+        self._num_cached = 0  # tokens whose K and V this step reads; with a deferral
         self._scratch: list[int] = []  # scratch blocks that this step has not used yet
         self.num_shortened_steps = 0
 
@@ -78,6 +82,8 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, and free its blocks once no step in flight uses them."""
         if seq.state is SequenceState.RUNNING:
+            self._steps_to_end += NEWEST_WEIGHT * (self._num_steps - self._steps_to_end)
+            self._num_steps = 0
             self.running.remove(seq)
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
@@ -124,7 +130,9 @@ class Scheduler:
         plan = Plan()
         budget = self.max_num_batched_tokens
         before = self.num_preemptions
+        self._num_steps += 1
         if self.deferral is not None:
+            self.deferral.begin_step()
             first = self.cache.pool.num_blocks
             self._scratch = list(range(first, first + self.deferral.num_scratch_blocks))
         if self.merges:
@@ -143,6 +151,8 @@ class Scheduler:
     def _schedule_decoding(self, plan: Plan, budget: int) -> int:
         """Plan the newest tokens of all decoding sequences; returns the rest of the budget."""
         decoding = [seq for seq in self.running if seq.is_decoding and not seq.is_fully_sampled]
+        if self.deferral is not None:
+            self._num_cached = sum(self._num_read(seq) for seq in decoding)
         for i, seq in enumerate(decoding, 1):
             length = seq.num_pending_tokens
             if budget >= length:
@@ -199,12 +209,17 @@ class Scheduler:
         assert self.deferral is not None
         fits = max(0, min(fits, length))
         start = seq.num_computed_tokens
-        stored = self.deferral.stored(
+        verdict = self.deferral.stored(
             length=length,
             fits=fits,
             num_scheduled=num_others,
-            num_at_stake=self._num_at_stake(),
+            num_cached=self._num_cached,
+            num_steps=self._steps_to_end,
+            restore_s=self._restore_s,
         )
+        if verdict.decision is not None:
+            seq.events.decided(verdict.decision, seq.num_generated_tokens)
+        stored = verdict.num_stored
         if stored is None:
             return False
         own = max(
@@ -223,11 +238,24 @@ class Scheduler:
         plan.add(Chunk(seq, start, length, length - stored, scratch))
         return True
 
-    def _num_at_stake(self) -> float:
-        """Tokens that a preemption now would cost: all that the victim has computed, or the mean
-        of recent preemptions, since prefix hits and host memory spare much of that."""
-        most = self._victim().num_computed_tokens
-        return most if self._recomputed is None else min(most, self._recomputed)
+    def _restore_s(self) -> float:
+        """Seconds that it takes to bring back the sequence that would be preempted now.
+
+        Computed again: all that it has, or the mean of recent preemptions, since prefix hits and
+        host memory spare much of that; or loaded from host memory, where that is faster.
+        """
+        assert self.deferral is not None
+        num_tokens = self._victim().num_computed_tokens
+        again = num_tokens if self._recomputed is None else min(num_tokens, self._recomputed)
+        seconds = again * self.deferral.rule.compute_s_per_token
+        if self.cache.swap is not None:
+            seconds = min(seconds, self.cache.swap.restore_s(num_tokens))
+        return seconds
+
+    def _num_read(self, seq: Sequence) -> int:
+        """Tokens whose K and V a decode step of `seq` reads."""
+        most = seq.context.full_tokens
+        return seq.num_computed_tokens if most is None else min(seq.num_computed_tokens, most)
 
     def _admit(self, budget: int, plan: Plan) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
@@ -267,7 +295,10 @@ class Scheduler:
         if seq.num_in_flight:
             raise InvariantError("a step in flight uses blocks that would be freed")
         self.num_preemptions += 1
+        if self.deferral is not None:
+            self.deferral.preempted()
         seq.num_preemptions += 1
+        seq.events.preempted(seq.num_computed_tokens, seq.num_generated_tokens)
         self.running.remove(seq)
         self.cache.preempt(seq)
         seq.state = SequenceState.WAITING

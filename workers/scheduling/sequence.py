@@ -14,6 +14,7 @@ from penstock.workers.errors import InvariantError
 from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, TokenLogprob
 from penstock.workers.sampling.logits import LogitsEditor
+from penstock.workers.scheduling.event_log import EventLog
 from penstock.workers.structured.grammar import GrammarMatcher
 
 
@@ -50,6 +51,7 @@ class Sequence:
         "content_keys",
         "context",
         "editor",
+        "events",
         "matcher",
         "max_total_tokens",
         "moe_mode",
@@ -113,6 +115,7 @@ class Sequence:
         self.num_in_flight = 0
         self.num_unread_tokens = 0
         self.num_preemptions = 0
+        self.events = EventLog()
         self.num_rolled_blocks = 0
         self.num_counted_tokens = 0  # tokens whose neurons are counted below
         self.num_neurons = self.num_skipped_neurons = 0
@@ -205,6 +208,7 @@ class Sequence:
             logprobs=[] if logprob is None else [logprob],
             prompt_logprobs=self.prompt_logprobs,
             times=self._first_token_times() if is_first else None,
+            events=self.events.take() if self.events.pending else [],
         )
         self.prompt_logprobs = []
         if may_stop and token_id in self.stop_ids:

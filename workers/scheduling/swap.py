@@ -110,6 +110,10 @@ class HostSwap:
             return None
         return found
 
+    def restore_s(self, num_tokens: int) -> float:
+        """Seconds until `num_tokens` tokens of one sequence are there again, loaded or computed."""
+        return self._rule().choose(num_tokens).seconds
+
     def hold(self, seq: Sequence) -> HeldSlots:
         """Keep what is `swapped` of `seq` from being evicted, until `swap_in`."""
         held = self.tier.hold_private(_owner(seq))

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
-from penstock.deployments.ingress.core.answer_spans import add_answer, traced
 from penstock.deployments.ingress.core.backend import Learner, Recorder
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls, Turns
 from penstock.deployments.ingress.core.call import Call, ServedModel
 from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
+from penstock.deployments.ingress.core.history.answer_spans import add_answer
+from penstock.deployments.ingress.core.history.recent_answers import AnswerRecord, RecentAnswers
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
     RequestMetrics,
@@ -32,7 +33,7 @@ from penstock.deployments.ingress.core.streams import (
     run_off_loop_if_large,
 )
 from penstock.deployments.ingress.core.text_pool import TextPool
-from penstock.deployments.ingress.core.tracing import Tracer
+from penstock.deployments.ingress.core.tracing import AnswerTrace, Tracer
 from penstock.deployments.ingress.core.validation import (
     check_ids,
     check_num_ids,
@@ -80,6 +81,7 @@ class RequestCore:
         self._preparations = {each: each.preparation(self.texts) for each in models}
         self.billing = billing
         self._running: dict[str, list[Generation]] = {}  # by the call's id
+        self.recent = RecentAnswers()
 
     def ready(self) -> bool:
         """Whether clients should send requests here: not when this ingress is about to stop, nor
@@ -164,9 +166,8 @@ class RequestCore:
             log_request(call.context, refusal.code)
             raise
         bill = preparation.bill(call, admission.request, num_choices)
-        admission = traced(admission, call)
         first = Generation(
-            *(admission, call, runtime.tokenizer, start_s),
+            *(replace(admission, trace=AnswerTrace()), call, runtime.tokenizer, start_s),
             split=split,
             support=runtime.tools,
             bill=bill,
@@ -181,7 +182,7 @@ class RequestCore:
         )
         others = [
             Generation(
-                traced(replace(admission, request=request), call),
+                replace(admission, request=request, trace=AnswerTrace()),
                 *(call, runtime.tokenizer, start_s),
                 split=split,
                 support=runtime.tools,
@@ -208,6 +209,7 @@ class RequestCore:
         # What is read again, or followed, was counted where it was generated.
         counts = recorder is None or recorder.generates
         finish, bill, is_billed = DISCONNECT, generation.bill, False
+        record = self._recorded(generation, runtime)
         held = ExitStack()
         try:
             held.enter_context(self.open_calls.holding(generation.num_held_bytes))
@@ -262,6 +264,7 @@ class RequestCore:
                 self._running.pop(generation.call.context.request_id, None)
             if bill is not None and is_billed:
                 bill.ended(usage, is_computed=bool(times.engine or usage.completion_tokens))
+            self.recent.end(record, finish)
             if counts:
                 metrics.count_end(times, finish, usage)
                 _learn(runtime.learner, generation, finish)
@@ -281,6 +284,21 @@ class RequestCore:
                     usage=usage,
                     now_s=time.monotonic(),
                 )
+
+    def _recorded(self, generation: Generation, runtime: ModelRuntime) -> AnswerRecord:
+        """Its entry in `recent`, which follows it."""
+        admission, context = generation.admission, generation.call.context
+        record = AnswerRecord(
+            admission.request_id,
+            runtime.served.name,
+            context.principal,
+            admission.request.priority,
+            admission.trace or AnswerTrace(),
+            generation.times,
+            generation.usage,
+        )
+        self.recent.begin(context.request_id, record)
+        return record
 
     def run_many(
         self, generations: Sequence[Generation], recorder: Recorder | None = None

@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.workers import stats
+from penstock.workers.stats import MemoryEvent
+
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
 
 SENT, LOST, CONTINUED = "penstock.sent", "penstock.worker_lost", "penstock.continued"
+PREEMPTED, DECIDED = "penstock.preempted", "penstock.commit_decision"
 NEW = "new"  # why a request asks for admission; others are admission_gate.Returned
 
 
@@ -55,7 +59,7 @@ class AdmissionWait:
 
 @dataclass(slots=True, eq=False)
 class AnswerTrace:
-    """Where one answer has been. The pool writes it; core/answer_spans.py reads it at the end."""
+    """Where one answer has been. The pool writes it; core/history/ reads it."""
 
     waits: list[AdmissionWait] = field(default_factory=list)
     events: list[SpanEvent] = field(default_factory=list)
@@ -75,6 +79,25 @@ class AnswerTrace:
     def note(self, name: str, num_emitted: int) -> None:
         """`name` happened at its worker, after so many tokens of the answer."""
         about: Attributes = {"penstock.worker": self.worker, "penstock.emitted_tokens": num_emitted}
+        self.events.append(SpanEvent(name, time.monotonic(), about))
+
+    def on_worker(self, event: MemoryEvent) -> None:
+        """Its worker has preempted it, or decided whether to commit or to recompute."""
+        about: dict[str, Value] = {
+            "penstock.worker": self.worker,
+            "penstock.emitted_tokens": event.num_generated,
+            "penstock.tokens": event.num_tokens,
+        }
+        if event.kind == stats.DECIDED:
+            about |= {
+                "penstock.branch": event.branch,
+                "penstock.other_rows": event.num_scheduled,
+                "penstock.nt": event.ridge_tokens,
+                "penstock.td_s": event.compute_s,
+                "penstock.tl_s": event.load_s,
+                "penstock.is_pressed": event.is_pressed,
+            }
+        name = DECIDED if event.kind == stats.DECIDED else PREEMPTED
         self.events.append(SpanEvent(name, time.monotonic(), about))
 
     def sent_before(self, at_s: float) -> float | None:

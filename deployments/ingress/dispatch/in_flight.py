@@ -131,6 +131,9 @@ class InFlightRequest:
     def presented(self, delta: Delta) -> Delta:
         """`delta` as the client gets it: the first worker said how the prompt was computed."""
         delta.computes = self.computes
+        if delta.events and self.admission.trace is not None:
+            for event in delta.events:
+                self.admission.trace.on_worker(event)
         if self.num_before:
             delta.times, delta.num_cached_tokens = None, 0
         return delta

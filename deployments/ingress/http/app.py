@@ -25,7 +25,6 @@ from penstock.deployments.ingress.http import tokenize
 from penstock.deployments.ingress.http.anthropic import routes as anthropic
 from penstock.deployments.ingress.http.asgi import Scope
 from penstock.deployments.ingress.http.batches import routes as batches
-from penstock.deployments.ingress.http.cluster_status import View, Workers, add_status_route
 from penstock.deployments.ingress.http.embeddings import routes as embeddings
 from penstock.deployments.ingress.http.events import ANTHROPIC_PATH, RESPONSES_PATH
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
@@ -42,13 +41,15 @@ from penstock.deployments.ingress.http.openai.schemas import (
     model_body,
 )
 from penstock.deployments.ingress.http.openapi import document_of
-from penstock.deployments.ingress.http.queue_status import add_queue_route
 from penstock.deployments.ingress.http.responses import routes as responses
 from penstock.deployments.ingress.http.static import (
     API_PAGE,
     API_PAGE_HEADERS,
     add_console_routes,
 )
+from penstock.deployments.ingress.http.status.cluster import View, Workers, add_status_route
+from penstock.deployments.ingress.http.status.queue import add_queue_route
+from penstock.deployments.ingress.http.status.request import add_request_route
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
@@ -147,6 +148,7 @@ def build_app(
     if gates is None:
         gates = {} if gate is None else {core.models()[0].name: gate}
     add_queue_route(app, core, gates, admission)
+    add_request_route(app, core, gates)
     _add_service_routes(app, core, view)
     if metrics is not None:
         _add_metric_routes(app, core, view, metrics)

@@ -24,7 +24,9 @@ from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
+from penstock.deployments.ingress.metrics.deferral import of_deferral
 from penstock.deployments.ingress.metrics.families import (
+    LABELS,
     add,
     of_certificates,
     of_connections,
@@ -46,7 +48,6 @@ from penstock.workers.stats import EngineStats, WorkerInfo
 
 Workers = Iterable[tuple[WorkerInfo, EngineStats]]
 
-LABELS = ("model_name", "engine")
 NO_ENGINE = "none"  # of requests that ended before a worker had answered
 
 
@@ -175,6 +176,7 @@ class PenstockCollector(Collector):
         yield tokens
         yield seconds
         yield from _of_experts(named)
+        yield from of_deferral(named)
         yield weights
         model = GaugeMetricFamily(
             "penstock_step_model_seconds",

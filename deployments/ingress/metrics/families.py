@@ -22,6 +22,8 @@ from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.security.certificates import Certificates
 from penstock.workers.stats import Distribution
 
+LABELS = ("model_name", "engine")  # of series of a worker
+
 
 def model_labels(by_model: Mapping[tuple[str, ...], object]) -> tuple[str, ...]:
     """The names of the labels of such keys: of several models their name, of one model none."""

@@ -93,7 +93,7 @@ WORKER_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
     ("penstock_steps", "Steps of the engine.", lambda s: s.num_steps),
     (
         "penstock_preemptions_avoided",
-        "Times that a running request continued without a free KV block (kv_commit: deferred).",
+        "Times that a running request continued without a free KV block (kv_commit).",
         lambda s: s.num_preemptions_avoided,
     ),
     (

@@ -25,18 +25,11 @@ from penstock.workers.execution.step import StepInFlight, StepOutput, prepare
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from penstock.workers.sampling.device_copy import Mark
-from penstock.workers.scheduling.ridge import Decision
 from tests.workers.checkpoints import make_checkpoint, random_prompt
+from tests.workers.commit_rules import stays_always
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WINDOW: dict[str, Any] = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
-
-
-class Stays:
-    """Tokens wait for a block whenever they may."""
-
-    def decide(self, num_pending, *, num_scheduled):
-        return Decision(num_pending <= 8, "free", num_pending, 8, 0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +152,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "starved": {"num_blocks": 24},
     "starved, host memory": {"num_blocks": 24, "host_kv_gb": 0.01, "max_num_batched_tokens": 9,
                              "max_num_seqs": 6},
-    "starved, deferral": {"num_blocks": 24, "kv_commit": "deferred", "rule": Stays()},
-    "deferral always": {"kv_commit": "deferred", "kv_defer_mode": "always", "rule": Stays()},
+    "starved, deferral": {"num_blocks": 24, "kv_commit": "deferred", "rule": stays_always(8)},
+    "deferral always": {"kv_commit": "deferred", "kv_defer_mode": "always",
+                        "rule": stays_always(8)},
     "apart": {"merge_steps": False},
     "int8, no prefix cache": {"kv": "int8", "prefix_cache": False, "num_blocks": 40},
 }  # fmt: skip
@@ -203,14 +197,14 @@ def test_random_arrivals_and_aborts(
     chance = random.Random(seed)
     given = {"num_blocks": num_blocks, "max_num_batched_tokens": max(max_tokens, max_seqs),
              "max_num_seqs": max_seqs, "prefix_cache": prefix_cache,
-             "kv_commit": "deferred" if deferral else "eager", "rule": Stays()}  # fmt: skip
+             "kv_commit": "deferred" if deferral else "eager", "rule": stays_always(8)}  # fmt: skip
     requests = []
     for i in range(10):
         params = chance.choice(list(VARIETY.values()))
         stem = random_prompt(8, chance.randrange(2))  # so that prompts begin alike
         prompt = (*stem, *random_prompt(chance.randrange(1, 12), i))
         requests.append(Request(f"r{i}", prompt, params))
-    want = run(make_engine(model, "off", rule=Stays()), requests)
+    want = run(make_engine(model, "off", rule=stays_always(8)), requests)
     engine, aborted = make_late(make_engine(model, **given)), set()
     answers: dict[str, list[Delta]] = {}
     coming = list(requests)

@@ -26,16 +26,11 @@ from penstock.workers.execution.step import PreparedStep, PromptRows
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.sampling.sampler import RowSampling
-from penstock.workers.scheduling.ridge import Decision
 from tests.workers.checkpoints import make_checkpoint, random_prompt
+from tests.workers.commit_rules import stays_always
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WINDOW: dict[str, Any] = {"context_policy": "sink_window", "sinks": 4, "window": 16, "roll": 8}
-
-
-class Stays:
-    def decide(self, num_pending, *, num_scheduled):
-        return Decision(num_pending <= 8, "free", num_pending, 8, 0.0, 0.0)
 
 
 class Recorder:
@@ -95,7 +90,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "a step ahead": {"async_scheduling": "on"},
     "a step ahead, starved": {"async_scheduling": "on", "num_blocks": 30},
     "chunks of 20": {"max_num_batched_tokens": 20},
-    "starved, deferral": {"num_blocks": 26, "kv_commit": "deferred", "rule": Stays()},
+    "starved, deferral": {"num_blocks": 26, "kv_commit": "deferred", "rule": stays_always(8)},
     "int8": {"kv": "int8"},
     "a short context": {"max_model_len": 90},
 }

@@ -40,7 +40,13 @@ class WatchedEngine(Engine):
 
 def make_engine(model: Decoder, **settings) -> WatchedEngine:
     """An engine whose memory is NaN at first, and again wherever a loan has been."""
-    defaults = {"num_blocks": 96, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    defaults = {
+        "num_blocks": 96,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "kv_commit": "eager",  # else the reserve has room for such steps, and none is lent
+    }
     engine = WatchedEngine(EngineConfig(**{**defaults, **settings}), model)
     engine.arena.storage.fill_(0xFF)
     engine.lent = []

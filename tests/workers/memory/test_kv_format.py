@@ -24,10 +24,10 @@ from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.memory.kv_format import DTYPES, kv_format
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
-from penstock.workers.scheduling.ridge import Decision
 from tests.workers import streaming_reference as slow
 from tests.workers.answers import poison_released
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_model
+from tests.workers.commit_rules import stays_by_chance
 
 BLOCK_SIZE = 8
 
@@ -158,17 +158,6 @@ def mixed_truth(models):
     return truth
 
 
-class RandomDeferralRule:
-    """Commits when a coin says so."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-
-    def decide(self, num_pending, *, num_scheduled):
-        stays = num_pending <= 64 and self.random.random() < 0.8
-        return Decision(stays, "free", num_pending, 64, 0.0, 0.0)
-
-
 DEFERRED = {"kv_commit": "deferred", "ridge_tokens": 4096}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "together": {},
@@ -189,7 +178,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 ])  # fmt: skip
 def test_any_schedule(models, mixed_truth, schedule, kv):
     """Chunked, batched, preempted, swapped, deferred, rolled, with prefix hits: the same ids."""
-    rule = RandomDeferralRule(3) if schedule == "random commits" else None
+    rule = stays_by_chance(random.Random(3)) if schedule == "random commits" else None
     engine = make_engine(models("llama")[0], rule, kv=kv, **SCHEDULES[schedule])
     want = mixed_truth[kv]
     assert run(engine, mixed_requests()) == want

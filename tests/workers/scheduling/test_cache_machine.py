@@ -28,25 +28,25 @@ from penstock.workers.request import Request, SamplingParams
 from penstock.workers.scheduling.deferral import Deferral
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.plan import Chunk
-from penstock.workers.scheduling.ridge import Decision
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.sequence import Sequence
 from penstock.workers.scheduling.swap import HostSwap
+from tests.workers.commit_rules import GivenRule
 
 ALPHABET = 2  # few tokens, so that prompts begin alike
 STOP = ALPHABET
 POISON = -1
 
 
-class CoinRule:
+class CoinRule(GivenRule):
     """Tokens may wait as long as the coins say."""
 
     def __init__(self):
+        super().__init__(self._coin, most=9)
         self.coins = [True]
 
-    def decide(self, num_pending, *, num_scheduled):
-        stays = num_pending <= 9 and self.coins[(num_pending + num_scheduled) % len(self.coins)]
-        return Decision(stays, "free", num_pending, 9, 0.0, 0.0)
+    def _coin(self, num_pending, num_scheduled):
+        return self.coins[(num_pending + num_scheduled) % len(self.coins)]
 
 
 def digest(token_ids, policy=b""):

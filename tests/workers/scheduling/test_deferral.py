@@ -30,11 +30,11 @@ def test_the_ridge_without_a_measurement(weights, rows):
     """F b_w / 2B, with the bytes of a weight and its scales: 1e12 b_w / 160e9 on the assumed CPU,
     where all is multiplied in fp32."""
     rule = rule_of(
-        EngineConfig(),
+        EngineConfig(kv_commit="deferred"),
         SHAPES["Llama-2-7B"],
         lambda num_rows: None,
         most_rows=1,  # nothing to measure
-        is_cuda=False,
+        device=None,
         weights=weights,
         layout=LAYOUT,
     )

@@ -1,4 +1,4 @@
-"""The ridge on machines that are made up, and the commit rule against the idea it comes from."""
+"""The ridge on machines that are made up."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.planning.hardware import DEVICES
-from penstock.workers.planning.roofline import Roofline
-from penstock.workers.planning.shapes import SHAPES
-from penstock.workers.scheduling.ridge import SLACK, CommitRule, RidgeMeasurement, measure_ridge
+from penstock.workers.scheduling.ridge import SLACK, RidgeMeasurement, measure_ridge
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -120,83 +117,3 @@ def test_a_real_product():
         lambda m: torch.mm(torch.ones(m, 512), weight), (1, 4, 400), fallback=3, limit_s=0.2
     )
     assert found.ridge_tokens in (1, 4, 400) and found.source == "measured"
-
-
-# -- the rule
-
-
-def rule_of(model="Llama-2-7B", device="H200", **more):
-    bound = Roofline(SHAPES[model], DEVICES[device])
-    return CommitRule(bound.ridge_tokens, bound.read_s_per_token, bound.compute_s_per_token, **more)
-
-
-def test_the_pressure_valve_of_the_research():
-    """H200, Llama-2-7B, 64 sequences of 2048: 142 pending tokens are free, 1235 hidden at best."""
-    rule = rule_of(max_per_sequence=10**6)
-    assert rule.free_tokens(64) == 142
-    assert rule.decide(142, num_scheduled=64).branch == "free"
-    beyond = rule.decide(143, num_scheduled=64, num_cached=64 * 2048)
-    assert (beyond.stays, beyond.branch) == (False, "commit")
-    assert beyond.compute_s == pytest.approx(13.1e-6, rel=0.1)
-    assert -(-142 // 16) == 9  # blocks of grace
-    overlapping = rule_of(max_per_sequence=10**6, overlap=True)
-    assert overlapping.budget(64, 64 * 2048) == pytest.approx(1235, abs=2)
-    hidden = overlapping.decide(143, num_scheduled=64, num_cached=64 * 2048)
-    assert (hidden.stays, hidden.branch) == (True, "hidden")
-    assert "overlaps with reading" in str(hidden)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    nt=st.floats(1, 500),
-    read_us=st.floats(0, 10),
-    compute_us=st.floats(0.01, 100),
-    pending=st.integers(1, 300),
-    scheduled=st.integers(0, 400),
-    cached=st.integers(0, 10**5),
-    overlap=st.booleans(),
-    limit=st.integers(0, 200),
-)
-def test_what_stays_makes_no_step_longer(
-    nt, read_us, compute_us, pending, scheduled, cached, overlap, limit
-):
-    """Against the step's time: linear layers flat below the ridge, then td a row; attention after
-    them, or, with overlap, beside them."""
-    rule = CommitRule(nt, read_us * 1e-6, compute_us * 1e-6, limit, overlap)
-
-    def step_us(rows):
-        over = max(0.0, rows - nt) * compute_us
-        return max(over, cached * read_us) if overlap else over + cached * read_us
-
-    decision = rule.decide(pending, num_scheduled=scheduled, num_cached=cached)
-    without, with_them = step_us(scheduled), step_us(scheduled + pending)
-    if decision.stays:
-        assert pending <= limit
-        assert with_them <= without + 1e-6 * max(1.0, without)
-    elif decision.branch == "commit" and pending <= limit:
-        over_us = (scheduled + pending - nt) * compute_us
-        assert over_us > 0, "would have been free"
-        if overlap:
-            assert over_us > cached * read_us * (1 - 1e-6) - 1e-6, "would have been hidden"
-    assert decision.stays == (decision.branch in ("free", "hidden"))
-    assert (decision.branch == "limit") == (pending > limit)
-    assert str(pending) in str(decision)
-
-
-def test_one_budget_for_the_whole_batch():
-    """Granting each sequence what the ones before it left never exceeds the ridge."""
-    rule = CommitRule(100, 1e-7, 1e-5, max_per_sequence=30)
-    scheduled, granted = 40, []
-    for _ in range(10):
-        decision = rule.decide(25, num_scheduled=scheduled)
-        granted.append(decision.stays)
-        scheduled += 25 * decision.stays
-    assert granted == [True, True] + [False] * 8
-    assert rule.decide(31, num_scheduled=0).branch == "limit"
-
-
-def test_bad_rules():
-    with pytest.raises(ConfigError, match="ridge_tokens must be at least 1"):
-        CommitRule(0, 1, 1)
-    with pytest.raises(ConfigError, match="compute_s_per_token must be positive"):
-        CommitRule(10, 1, 0)

@@ -205,7 +205,7 @@ class Step(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens", "moe_mode", "num_neurons", "num_skipped_neurons", "embedding")
+    __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens", "moe_mode", "num_neurons", "num_skipped_neurons", "embedding", "events")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +222,7 @@ class Delta(_message.Message):
     NUM_NEURONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SKIPPED_NEURONS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: FinishReason
@@ -238,7 +239,30 @@ class Delta(_message.Message):
     num_neurons: int
     num_skipped_neurons: int
     embedding: bytes
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., times: _Optional[_Union[FirstTokenTimes, _Mapping]] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., num_evicted_tokens: _Optional[int] = ..., moe_mode: _Optional[str] = ..., num_neurons: _Optional[int] = ..., num_skipped_neurons: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    events: _containers.RepeatedCompositeFieldContainer[MemoryEvent]
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., times: _Optional[_Union[FirstTokenTimes, _Mapping]] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., num_evicted_tokens: _Optional[int] = ..., moe_mode: _Optional[str] = ..., num_neurons: _Optional[int] = ..., num_skipped_neurons: _Optional[int] = ..., embedding: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[MemoryEvent, _Mapping]]] = ...) -> None: ...
+
+class MemoryEvent(_message.Message):
+    __slots__ = ("kind", "num_generated", "num_tokens", "branch", "num_scheduled", "ridge_tokens", "compute_s", "load_s", "is_pressed")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCHEDULED_FIELD_NUMBER: _ClassVar[int]
+    RIDGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    IS_PRESSED_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    num_generated: int
+    num_tokens: int
+    branch: str
+    num_scheduled: int
+    ridge_tokens: float
+    compute_s: float
+    load_s: float
+    is_pressed: bool
+    def __init__(self, kind: _Optional[str] = ..., num_generated: _Optional[int] = ..., num_tokens: _Optional[int] = ..., branch: _Optional[str] = ..., num_scheduled: _Optional[int] = ..., ridge_tokens: _Optional[float] = ..., compute_s: _Optional[float] = ..., load_s: _Optional[float] = ..., is_pressed: _Optional[bool] = ...) -> None: ...
 
 class FirstTokenTimes(_message.Message):
     __slots__ = ("queue_s", "prefill_s")

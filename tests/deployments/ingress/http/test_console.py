@@ -19,8 +19,8 @@ from penstock.deployments.batch.batch_store import (
     BatchStore,
     new_batch_id,
 )
-from penstock.deployments.ingress.http.cluster_status import Status
 from penstock.deployments.ingress.http.static import API_PAGE, FILES, FOLDER
+from penstock.deployments.ingress.http.status.cluster import Status
 from penstock.deployments.supervision.view import (
     ClusterView,
     IngressInfo,

@@ -174,17 +174,25 @@ def test_a_worker_that_is_lost_before_the_first_token_counts_as_a_wait(model):
     check_order(answer, phases)
 
 
-def test_a_pool_without_traces_notes_nothing(run, node):
+@pytest.mark.parametrize("ratio", [None, 0.0])
+def test_without_a_sampled_trace_the_history_is_kept_and_nothing_is_sent(run, node, ratio):
+    """For `penstock explain`. `ratio` None: there is no trace at all."""
+    kept = Kept(ratio or 0.0)
+
     async def scenario() -> list[int]:
         pool: WorkerPool
         async with connected(node) as pool:
             core = core_over(pool, node, wait_s=60.0)
-            call = replace(traced_call(Kept()), context=CallContext())
+            call = traced_call(kept)
+            if ratio is None:
+                call = replace(call, context=CallContext())
             (generation,) = await core.prepare_choices(call, 1)
-            assert generation.admission.trace is None
             ids: list[int] = []
             async for _, piece in core.run(generation):
                 ids += piece.token_ids
+            trace = generation.admission.trace
+            assert trace is not None and [each.name for each in trace.events] == ["penstock.sent"]
             return ids
 
     assert len(run(scenario())) == 8
+    assert not kept.take()

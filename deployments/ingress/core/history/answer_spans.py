@@ -6,8 +6,6 @@ where these have no name. Nothing that a client wrote is among them, but the mod
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, TokenUsage
 from penstock.deployments.ingress.core.errors import CATALOGUE
@@ -26,14 +24,6 @@ GATE_WAIT, WORKER_QUEUE, PREFILL, DECODE = "gate wait", "worker queue", "prefill
 _REASONS = frozenset(reason.value for reason in FinishReason)
 
 
-def traced(admission: AdmissionRequest, call: Call) -> AdmissionRequest:
-    """`admission` with a record of its own, where the call is traced and sampled."""
-    trace = call.context.trace
-    if trace is None or not trace.is_sampled:
-        return admission
-    return replace(admission, trace=AnswerTrace())
-
-
 def add_answer(
     admission: AdmissionRequest,
     call: Call,
@@ -49,7 +39,7 @@ def add_answer(
     `model`: the name of the served one. `finish`: as for RequestMetrics.count_end.
     """
     trace, record = call.context.trace, admission.trace
-    if trace is None or record is None:
+    if trace is None or not trace.is_sampled or record is None:
         return
     operation = "chat" if isinstance(call.prompt, ChatPrompt) else "text_completion"
     if call.options.embeds:

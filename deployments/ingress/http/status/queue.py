@@ -95,7 +95,7 @@ def add_queue_route(
             num_asked=sum(gate.num_asked for gate in asked),
             num_fallback=sum(gate.num_fallback for gate in asked),
             num_learnt=sum(gate.figures.num_learnt for gate in asked),
-            waiting=[_wait(each) for each in waits],
+            waiting=[wait_body(each) for each in waits],
             workers=[_account(each) for reply in reached for each in reply.workers],
         )
 
@@ -107,7 +107,7 @@ def _limit(request: Request) -> int:
     return int(text)
 
 
-def _wait(wait: pb.Wait) -> WaitBody:
+def wait_body(wait: pb.Wait) -> WaitBody:
     return WaitBody(
         request_id=wait.request_id,
         tenant=wait.tenant,
