@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.streaming.torch_scorer import CachePolicy, TorchScorer
 from penstock.kernels.attention import write_kv
 from penstock.kernels.rowwise import rope_
 from penstock.workers.config import EngineConfig
@@ -87,7 +88,8 @@ SHAPES = [
 
 @pytest.mark.parametrize(("sinks", "window", "roll"), SHAPES)
 def test_ids_are_those_of_streaming_llm(models, sinks, window, roll):
-    """Over at least 20 rolls, decoding and streaming a long prompt through, in any chunking."""
+    """Streaming a long prompt through, in any chunking, and decoding on; at least 20 rolls, of 128
+    tokens 5."""
     model, reference = models("llama")
     shape = slow.SinkWindow(sinks, window, roll, BLOCK_SIZE)
     num_tokens = shape.first + window + NUM_ROLLS * roll + 5
@@ -102,6 +104,31 @@ def test_ids_are_those_of_streaming_llm(models, sinks, window, roll):
         assert ids["r"] == want, f"chunks of {chunk}"
         policy = SinkWindow(sinks, window, roll, BLOCK_SIZE)
         assert last["r"].num_evicted_tokens == policy.num_evicted(num_tokens + num_new - 2) > 0
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(4, 128), (16, 300)])
+def test_twenty_rolls_of_128_while_decoding(models, sinks, window):
+    """Each token of a long answer is the likeliest, with the log-probability that plain PyTorch
+    over transformers' own modules gives it: teacher-forced, since one token at a time is slow."""
+    model, reference = models("llama")
+    prompt = random_prompt(window + 40, seed=window)
+    num_new = 20 * 128 + 100
+    engine = make_engine(model, num_blocks=80)
+    params = rolling_params(sinks, window, 128, num_new, logprobs=0)
+    engine.add(Request("r", tuple(prompt), params))
+    scored = []
+    while engine.has_work():
+        scored += [each for delta in engine.step() for each in delta.logprobs]
+    policy = SinkWindow(sinks, window, 128, BLOCK_SIZE)
+    evicted = [policy.num_evicted(at) for at in (len(prompt), len(prompt) + num_new - 2)]
+    assert (evicted[1] - evicted[0]) // 128 >= 20
+    assert {each.rank for each in scored} == {1} and len(scored) == num_new
+    ids = [*prompt, *(each.token_id for each in scored)]
+    truth = TorchScorer(reference).score(
+        ids, CachePolicy("", sinks, window, 128, block_size=BLOCK_SIZE)
+    )[len(prompt) - 1 :]
+    got = torch.tensor([each.logprob for each in scored])
+    torch.testing.assert_close(got, truth, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "olmoe", "llama-yarn"])
