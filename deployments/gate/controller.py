@@ -60,9 +60,8 @@ class Gate:
         self._displaced: list[Refusal] = []
 
     def adopt(self, settings: GateSettings) -> None:
-        """Other settings from now on; what waits and runs stays. `rule` and `num_samples` stay."""
-        old = self.settings
-        self.settings = replace(settings, rule=old.rule, num_samples=old.num_samples)
+        """Other settings from now on; what waits and runs stays. `num_samples` stays."""
+        self.settings = replace(settings, num_samples=self.settings.num_samples)
         self._admission.settings = self.settings
         self._admission.pressure.largest_s = settings.pressed_s
         self.queue.settings = settings.queue

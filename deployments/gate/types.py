@@ -53,7 +53,6 @@ class GateSettings:
     pressed_level: float = 0.3  # the same, after `pressed_s` of waits or refusals (Pressure)
     pressed_s: float = 10.0
     num_samples: int = 32
-    rule: str = "sampled"  # or "gaussian": means and variances, for many workers
     max_choices: int = 4  # workers evaluated for a request: the ones with the least expected tokens
     lease_s: float = 2.0  # a grant without a start by then is taken back
     # For each worker, later requests admitted before a first one that does not fit.
@@ -75,8 +74,6 @@ class GateSettings:
                 raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
         if self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, not {self.num_samples}")
-        if self.rule not in ("sampled", "gaussian"):
-            raise ValueError(f"rule must be 'sampled' or 'gaussian', not {self.rule!r}")
         if self.max_choices < 1:
             raise ValueError(f"max_choices must be at least 1, not {self.max_choices}")
         for name in ("lease_s", "longest_wait_s", "pressed_s", "start_s"):
