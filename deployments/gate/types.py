@@ -97,7 +97,8 @@ class GateSetup:
     max_queued: int = 1024
     longest_wait_s: float | None = None
     host: str | None = None  # address that the gate listens on; None: its node's in the cluster
-    snapshot_file: str | None = None  # where the predictor's state is kept
+    snapshot_file: str | None = None  # where the predictor's state is kept; AUTO_FILE: by these:
+    snapshot_of: tuple[str, str] = ("penstock", "")  # the application and the model
     state: StateOptions | None = None  # and a Redis that keeps it, too
     snapshot_key: str = "predictor"  # there
     may_wake: bool = False  # without a worker, requests wait for one that is started for them
