@@ -205,6 +205,7 @@ def gate_setup(config: ServeConfig, host: str | None) -> GateSetup | None:
         ),
         host=host,
         snapshot_file=config.predictor_file,
+        snapshot_of=(config.app_name, config.model_name),
         state=redis_options(config),
         snapshot_key=f"predictor/{config.gate_scope}",
         may_wake=config.min_workers == 0,

@@ -295,7 +295,8 @@ def num_reached(config: ServeConfig, ingress: IngressInfo) -> int:
 
 
 def _with_predictor_files(config: ServeConfig, folder: str) -> ServeConfig:
-    """A restarted gate keeps what was learnt; the folder is removed with the cluster."""
+    """Without a file that stays, a restarted gate still keeps what was learnt: in the folder that
+    is removed with the cluster."""
     if config.models:
         models = tuple(_with_predictor_files(each, folder) for each in config.models)
         return replace(config, models=models)

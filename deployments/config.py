@@ -26,6 +26,7 @@ from penstock.deployments.model_entries import (
 )
 from penstock.deployments.options import (
     ANY_NAME,
+    AUTO_FILE,
     AdmissionOptions,
     BatchOptions,
     ClusterOptions,
@@ -90,7 +91,8 @@ class ServeConfig(
             [
                 Entry(
                     *(each.model_name, each.other_names, each.key),
-                    *(each.predictor_file, each.engine.cores),
+                    each.predictor_file if each.predictor_file != AUTO_FILE else None,
+                    each.engine.cores,
                 )
                 for each in self.models
             ]
@@ -287,7 +289,8 @@ class ServeConfig(
         engine = dataclasses.replace(engine, **of_engine)
         changes["engine"] = engine
         for name in _PATHS:
-            if (path := getattr(self, name)) is not None:
+            path = getattr(self, name)
+            if path is not None and (name, path) != ("predictor_file", AUTO_FILE):
                 changes[name] = str(Path(path).expanduser().resolve())
         changes["models"] = tuple(each.with_absolute_paths() for each in self.models)
         return dataclasses.replace(self, **changes)

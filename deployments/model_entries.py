@@ -42,7 +42,7 @@ class Entry:
     name: str  # of the model in answers
     other_names: tuple[str, ...]
     key: str  # the name of its deployment and its gate
-    predictor_file: str | None
+    predictor_file: str | None  # None: it has none, or one by its name
     cores: frozenset[int] | None
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from penstock.workers.settings import option
 
+AUTO_FILE = "auto"  # as predictor_file: a file in the user's state folder
 ANY_NAME = "*"  # among served_model_name: requests may have any name
 
 
@@ -258,9 +259,10 @@ class AdmissionOptions:
         above=0,
     )
     predictor_file: str | None = option(
-        None,
-        "file that keeps the learnt answer lengths across restarts; none: they are lost when the "
-        "cluster ends",
+        AUTO_FILE,
+        "file that keeps the learnt answer lengths across restarts; auto: one of the application "
+        "and the model in $XDG_STATE_HOME/penstock, else ~/.local/state/penstock, of the machine "
+        "where the gate runs; none: they are lost when the cluster ends",
     )
 
 

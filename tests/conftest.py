@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,11 @@ ROOT = Path(__file__).parent
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# What servers learn goes here, and not into the home of who runs the tests. Ray's processes inherit
+# it. `own_state_folder` gives each file of tests a folder of its own.
+STATE_FOLDER = Path(tempfile.mkdtemp(prefix="penstock-tests-state-"))
+os.environ["XDG_STATE_HOME"] = str(STATE_FOLDER)
 
 # Two spinning OpenMP threads a process slow the whole machine as soon as another process runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -103,6 +111,19 @@ class _Progress:
         if report.outcome in ("rerun", "failed"):
             crash = getattr(report.longrepr, "reprcrash", None)
             print(f"\n{report.outcome}: {report.nodeid}: {crash or report.longrepr}", flush=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A server of one file of tests begins with nothing of what those of others have learnt."""
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        yield folder
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STATE_FOLDER, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -67,7 +67,8 @@ def started(model: str, flags: Sequence[str], source: Path | None = None) -> Ite
     command += [part for name, port in zip(names, ports) for part in (name, str(port))]
     with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as name:
         folder = Path(name)
-        env = {**os.environ, "TMPDIR": name}
+        # The gate of each run begins with nothing learnt.
+        env = {**os.environ, "TMPDIR": name, "XDG_STATE_HOME": name}
         if source is not None:
             env["PYTHONPATH"] = str(source.absolute())
         with _log(folder).open("wb") as out:

@@ -248,6 +248,7 @@ def _start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
     sched_autogroup_enabled share the cores out by sessions, and let one wait for up to a second.
     """
     environment = {**os.environ, "TMPDIR": str(folder), "RAY_AUTH_MODE": "token"}
+    environment["XDG_STATE_HOME"] = str(folder)  # its gate begins with nothing learnt
     environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     with (folder / "serve.log").open("wb") as out:
         return subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)

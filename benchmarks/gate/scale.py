@@ -50,7 +50,6 @@ TICK_S = 0.01
 
 @dataclass(frozen=True)
 class Size:
-    rule: str
     workers: int
     queue: int  # its bound; 0: less comes than can be served
     requests: int
@@ -75,7 +74,6 @@ class Costs:
         """One row a size, as the page of results shows them; times are CPU microseconds."""
         return [
             {
-                "rule": each.size.rule,
                 "workers": each.size.workers,
                 "queue": each.size.queue or "empty",
                 "requests": each.size.requests,
@@ -94,15 +92,15 @@ class Costs:
 
     def text(self) -> str:
         lines = [
-            "| rule | workers | queue | requests | waiting, mean | us/request | offer | tick "
+            "| workers | queue | requests | waiting, mean | us/request | offer | tick "
             "| reports | rest | first, last tenth | one core serves, req/s | offered, req/s |",
-            "|" + "---|" * 13,
+            "|" + "---|" * 12,
         ]
         for each in self.costs:
             size, parts = each.size, each.parts
             rest = each.us - parts["offer"] - parts["tick"] - parts["report"]
             lines.append(
-                f"| {size.rule} | {size.workers:,} | {size.queue or 'empty'} "
+                f"| {size.workers:,} | {size.queue or 'empty'} "
                 f"| {size.requests:,} | {each.mean_waiting:.0f} | {each.us:.0f} "
                 f"| {parts['offer']:.0f} | {parts['tick']:.0f} | {parts['report']:.0f} "
                 f"| {rest:.0f} | {each.tenths[0]:.0f}, {each.tenths[-1]:.0f} "
@@ -113,7 +111,7 @@ class Costs:
 
 def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
     """Drive a gate with `size.requests` requests and time its calls."""
-    settings = GateSettings(rule=size.rule, queue=QueueSettings(max_waiting=size.queue or 100_000))
+    settings = GateSettings(queue=QueueSettings(max_waiting=size.queue or 100_000))
     gate = Gate(settings, seed=0)
     for i in range(size.workers):
         gate.add_worker(WorkerSpec(f"w{i}", 1, CAPACITY))
@@ -178,15 +176,14 @@ def cost_of(size: Size, bar: tqdm | None = None) -> Cost:
 def run_scale(requests: int, numbers: Sequence[int] = NUMBERS) -> Costs:
     """A table of sizes, by numbers of workers, with a progress bar."""
     sizes = [
-        Size(rule, workers, queue, min(requests, MOST_EACH * workers))
-        for rule in ("sampled", "gaussian")
+        Size(workers, queue, min(requests, MOST_EACH * workers))
         for workers in numbers
         for queue in ((0, 512) if workers in (1, 1000) else (0,))
     ]
     found = Costs()
     with tqdm(total=sum(each.requests for each in sizes), unit="request", mininterval=1.0) as bar:
         for size in sizes:
-            bar.set_postfix_str(f"{size.rule}, {size.workers} workers, queue {size.queue}")
+            bar.set_postfix_str(f"{size.workers} workers, queue {size.queue}")
             found.costs.append(cost_of(size, bar))
             bar.write(found.text().splitlines()[-1])
     return found

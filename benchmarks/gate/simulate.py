@@ -66,9 +66,6 @@ POLICIES: dict[str, Maker] = {
     "predicted, cautious": lambda workers, settings, seed: Gated(
         workers, settings=replace(settings, pressed_level=settings.level), seed=seed
     ),
-    "predicted, grid": lambda workers, settings, seed: Gated(
-        workers, settings=replace(settings, rule="gaussian"), seed=seed
-    ),
     "oracle": lambda workers, settings, seed: Gated(
         workers, settings=settings, seed=seed, oracle=True
     ),

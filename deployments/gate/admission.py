@@ -239,9 +239,9 @@ class QueueAdmission:
             self.pressure.refused(now)
         least, most = self.settings.retry_s
         spread = 0.8 + 0.4 * float(entry.demand.uniforms[0])
-        if patience_s is not None:
-            self.retry_after.watch(entry, entry.arrived, after_s, patience_s)
         after = min(max(self.retry_after.factor * after_s, least), most) * spread
+        if patience_s is not None:
+            self.retry_after.watch(entry, entry.arrived, after_s, patience_s, after)
         return Refusal(entry.request_id, reason, f"refused for now: {text}", after)
 
 

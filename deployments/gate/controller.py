@@ -52,6 +52,7 @@ class Gate:
         self._admission = QueueAdmission(
             self.settings, self.queue, self.ledgers, self._placement, self.running, self._starts
         )
+        self.retry_after = self._admission.retry_after
         self._sampler = FutureSampler(seed, self.settings.num_samples)
         self._number = 0
         self._pace_s: float | None = None  # seconds of a step, mean of all workers; None: anew
@@ -60,9 +61,8 @@ class Gate:
         self._displaced: list[Refusal] = []
 
     def adopt(self, settings: GateSettings) -> None:
-        """Other settings from now on; what waits and runs stays. `rule` and `num_samples` stay."""
-        old = self.settings
-        self.settings = replace(settings, rule=old.rule, num_samples=old.num_samples)
+        """Other settings from now on; what waits and runs stays. `num_samples` stays."""
+        self.settings = replace(settings, num_samples=self.settings.num_samples)
         self._admission.settings = self.settings
         self._admission.pressure.largest_s = settings.pressed_s
         self.queue.settings = settings.queue
@@ -255,7 +255,7 @@ class Gate:
         """Decisions made by now: tickets, and requests that leave the queue without one."""
         outcomes: list[Outcome] = [*self._displaced]
         self._displaced = []
-        self._admission.retry_after.update(now)
+        self.retry_after.update(now)
         for entry in self.queue.take_expired(now):
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
         outcomes.extend(self._admission.refuse_overlong(now))

@@ -7,6 +7,7 @@ learning is done in pieces while the process is idle.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
@@ -68,6 +69,14 @@ class GateLearner:
         else:
             return False
         return True
+
+    def learn_for(self, seconds: float) -> bool:
+        """Learn for so long at most; whether there is more."""
+        until_s = time.monotonic() + seconds
+        while self.learn():
+            if time.monotonic() >= until_s:
+                return True
+        return False
 
     def _take(self, label: pb.Label) -> None:
         self.ended(label.request_id)  # a label may arrive before the end

@@ -13,11 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.deployments.gate.forecast.gaussian import (
-    HORIZONS,
-    GaussianForecast,
-    gaussian_forecast,
-)
 from penstock.deployments.gate.forecast.headroom import Headroom
 from penstock.deployments.gate.forecast.sampled import UNBOUNDED, Candidate, SampledForecast
 from penstock.deployments.gate.types import Demand, Report, Running, WorkerSpec
@@ -27,8 +22,6 @@ from penstock.deployments.prediction.distribution import (
     StackedDistributions,
     stack,
 )
-
-Forecast = SampledForecast | GaussianForecast
 
 
 @dataclass(slots=True)
@@ -58,7 +51,7 @@ class Ledger:
     _reported_at: float = 0.0
     _leases: int = 0  # of _held, not yet started
     _lengths: StackedDistributions | None = None
-    _forecast: tuple[tuple, Forecast] | None = None  # None: something changed since
+    _forecast: tuple[tuple, SampledForecast] | None = None  # None: something changed since
 
     REMEMBER_S = 10.0  # longest delay of a report that may still list an ended request
 
@@ -206,65 +199,41 @@ class Ledger:
     def has_slots(self) -> bool:
         return self.is_open and len(self._held) < self.spec.slots
 
-    def forecast(
-        self, now: float, level: float, num_samples: int, deviations: float | None = None
-    ) -> Forecast:
-        """What the worker will hold; with `deviations`, by means and variances.
-
-        Cached until the ledger changes or the worker has made a step.
-        """
+    def forecast(self, now: float, level: float, num_samples: int) -> SampledForecast:
+        """What the worker will hold. Cached until the ledger changes or the worker made a step."""
         self.headroom.judged_at(level)
-        moment = (self._steps(now), self.is_open, level, deviations)
+        moment = (self._steps(now), self.is_open, level)
         if self._forecast is not None and self._forecast[0] == moment:
             return self._forecast[1]
         demands = [each.demand for each in self._held.values()]
         generated = self.generated(now)
         if self._lengths is None:
             self._lengths = stack([each.length for each in demands])
-        used = _used(demands, generated, self.spec.block_size)
-        ceilings = np.array(
-            [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
+        remaining = np.zeros((0, num_samples), np.int64)
+        if demands:
+            uniforms = np.array([each.uniforms for each in demands])
+            # At its limit an answer still has this step to go: its memory is not free yet.
+            remaining = np.maximum(self._lengths.sample_remaining(generated, uniforms), 1)
+        forecast = SampledForecast(
+            capacity=self.spec.capacity,
+            limit=int((1.0 - self.headroom.share) * self.spec.capacity),
+            level=level,
+            slots=self.spec.slots - len(demands) if self.is_open else 0,
+            used=_used(demands, generated, self.spec.block_size),
+            remaining=remaining,
+            ceilings=np.array(
+                [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
+            ),
         )
-        limit = int((1.0 - self.headroom.share) * self.spec.capacity)
-        slots = self.spec.slots - len(demands) if self.is_open else 0
-        forecast: Forecast
-        if deviations is not None:
-            alive = self._lengths.survival_after(generated, HORIZONS - 1)
-            alive[:, :2] = 1.0  # at its limit an answer still has this step to go
-            forecast = gaussian_forecast(
-                used,
-                alive,
-                ceilings,
-                capacity=self.spec.capacity,
-                limit=limit,
-                level=level,
-                deviations=deviations,
-                slots=slots,
-            )
-        else:
-            remaining = np.zeros((0, num_samples), np.int64)
-            if demands:
-                uniforms = np.array([each.uniforms for each in demands])
-                # At its limit an answer still has this step to go: its memory is not free yet.
-                remaining = np.maximum(self._lengths.sample_remaining(generated, uniforms), 1)
-            forecast = SampledForecast(
-                capacity=self.spec.capacity,
-                limit=limit,
-                level=level,
-                slots=slots,
-                used=used,
-                remaining=remaining,
-                ceilings=ceilings,
-            )
         self._forecast = (moment, forecast)
         return forecast
 
-    def joined(self, forecast: Forecast, candidate: Candidate, now: float) -> Forecast:
+    def joined(
+        self, forecast: SampledForecast, candidate: Candidate, now: float
+    ) -> SampledForecast:
         """The `forecast` with the candidate added; its lease is in the ledger already."""
         joined = forecast.joined_by(candidate)
-        deviations = None if isinstance(forecast, SampledForecast) else forecast.deviations
-        judged = (forecast.level, deviations)
-        self._forecast = ((self._steps(now), self.is_open, *judged), joined)
+        self._forecast = ((self._steps(now), self.is_open, forecast.level), joined)
         return joined
 
     @property

@@ -12,13 +12,12 @@ cost of a decision does not grow with the cluster. It lives for one moment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import NormalDist
 
 import numpy as np
 
 from penstock.deployments.gate.forecast.prefix_affinity import PrefixAffinity
-from penstock.deployments.gate.forecast.sampled import Candidate
-from penstock.deployments.gate.ledger import Forecast, Ledger
+from penstock.deployments.gate.forecast.sampled import Candidate, SampledForecast
+from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.types import LOWEST_PRIORITY, Demand, GateSettings, Wait
 from penstock.deployments.gate.wait_queue import Waiting
 from penstock.deployments.prediction.distribution import Floats
@@ -87,7 +86,7 @@ class Placement:
                     able[i].append((share, name))
         return able
 
-    def _leaves_room(self, name: str, share: float, forecast: Forecast) -> bool:
+    def _leaves_room(self, name: str, share: float, forecast: SampledForecast) -> bool:
         """Whether a request of LOWEST_PRIORITY may go there: KEPT_SHARE stays for other ones.
 
         A worker that holds nothing takes any, or a large one would never run.
@@ -220,21 +219,17 @@ class WorkerShortlist:
         self._ledgers, self._settings, self._now = ledgers, settings, now
         self._names = [name for name, each in ledgers.items() if not each.is_draining]
         self._tokenizers = {ledgers[name].spec.tokenizer for name in self._names}
-        self._forecasts: dict[str, Forecast] = {}
-        self._deviations = None
+        self._forecasts: dict[str, SampledForecast] = {}
         self._level = settings.level_after(pressed_s)
-        if settings.rule == "gaussian":
-            self._deviations = NormalDist().inv_cdf(min(self._level, 1.0 - 1e-9))
         self._loads: Floats | None = None  # [workers], when first used
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def __getitem__(self, name: str) -> Forecast:
+    def __getitem__(self, name: str) -> SampledForecast:
         if name not in self._forecasts:
-            settings = self._settings
             self._forecasts[name] = self._ledgers[name].forecast(
-                self._now, self._level, settings.num_samples, self._deviations
+                self._now, self._level, self._settings.num_samples
             )
         return self._forecasts[name]
 

@@ -31,7 +31,6 @@ from penstock.deployments.gate.snapshots import PredictorSnapshots
 from penstock.deployments.gate.status import explain
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
-from penstock.deployments.prediction import predictor_file
 from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.deployments.security.identity import WrongPeer
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
@@ -49,6 +48,7 @@ SLICE_S = 0.008  # longest that other messages wait for offers or labels
 CONFIRM_S = 0.02  # from a provisional admission to its judgement
 LABELS_S = 0.05
 SNAPSHOT_S = 60.0
+LAST_S = 1.0  # longest that a snapshot waits for what is still to be learnt
 FAULT_REST_S = 1.0  # pause after an unexpected exception
 
 
@@ -64,8 +64,8 @@ class GateServer(gate_pb2_grpc.GateServicer):
         self._links: dict[str, IngressLink] = {}
         self._unproven: Unproven[IngressLink] = Unproven(IngressLink.refuse)
         self._refusals = RefusalLog(log)
-        self.service = self._new_service(setup, predictor_file.load(setup.snapshot_file))
         self._snapshots = PredictorSnapshots()
+        self.service = self._new_service(setup, self._snapshots.load(setup))
         self._port: GatePort | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
@@ -93,7 +93,13 @@ class GateServer(gate_pb2_grpc.GateServicer):
         )
 
     async def save(self) -> None:
-        """Keep what was learnt so far; actor.py asks for it before it ends the gate."""
+        """Keep what was learnt so far; actor.py asks for it before it ends the gate.
+
+        What ended just now is learnt first: it may be all that a short life has seen.
+        """
+        until_s = time.monotonic() + LAST_S
+        while self.service.learner.learn_for(SLICE_S) and time.monotonic() < until_s:
+            await asyncio.sleep(0)
         await self._snapshots.save(self.service.setup, self.service.learner)
 
     async def pid(self) -> int:
@@ -297,11 +303,9 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def _learn(self) -> None:
         while True:
             await asyncio.sleep(LABELS_S)
-            service, began_s = self.service, time.monotonic()
-            while time.monotonic() - began_s < SLICE_S and service.learner.learn():
-                pass
+            self.service.learner.learn_for(SLICE_S)
 
     async def _save(self) -> None:
         while True:
             await asyncio.sleep(SNAPSHOT_S)
-            await self.save()
+            await self._snapshots.save(self.service.setup, self.service.learner)

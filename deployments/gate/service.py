@@ -173,7 +173,9 @@ class GateService:
         return message
 
     def figures(self) -> pb.Figures:
-        return self.counts.figures(self.epoch, self.num_waiting, self.learner)
+        return self.counts.figures(
+            self.epoch, self.num_waiting, self.learner, self.gate.retry_after
+        )
 
     def load(self, now: float) -> GateLoad:
         """What the autoscaler reads."""

@@ -12,8 +12,9 @@ import logging
 
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.types import GateSetup
-from penstock.deployments.options import StateOptions
+from penstock.deployments.options import AUTO_FILE, StateOptions
 from penstock.deployments.prediction import predictor_file
+from penstock.deployments.prediction.predictor import LengthPredictor
 from penstock.deployments.prediction.snapshot import SnapshotError, restore, snapshot
 from penstock.deployments.state.factory import open_store
 from penstock.deployments.state.store import StateError, Store
@@ -32,6 +33,21 @@ class PredictorSnapshots:
         self._store: Store | None = None
         self._is_restored = False  # the store has answered: what is in it may be replaced
         self._num_saved = 0
+        self._automatic: tuple[tuple[str, str], str | None] | None = None  # of whom, and its file
+        self._is_failing = False  # the file could not be written, and this was said
+
+    def load(self, setup: GateSetup) -> LengthPredictor:
+        """The predictor of the file; a new one if there is none."""
+        return predictor_file.load(self._file(setup))
+
+    def _file(self, setup: GateSetup) -> str | None:
+        """Found once for each application and model, so that a warning comes once."""
+        if setup.snapshot_file != AUTO_FILE:
+            return setup.snapshot_file
+        if self._automatic is None or self._automatic[0] != setup.snapshot_of:
+            found = predictor_file.automatic(*setup.snapshot_of)
+            self._automatic = (setup.snapshot_of, found)
+        return self._automatic[1]
 
     async def restore(self, setup: GateSetup, learner: GateLearner) -> None:
         """Give the learner what the store has. Failures are logged."""
@@ -54,16 +70,13 @@ class PredictorSnapshots:
         """Save if something was learnt since the last time. Failures are logged."""
         await self.restore(setup, learner)  # if it failed so far: what is there is not overwritten
         store = self._store if self._is_restored else None
-        file, num_learnt = setup.snapshot_file, learner.num_learnt
+        file, num_learnt = self._file(setup), learner.num_learnt
         if num_learnt == self._num_saved or (file is None and store is None):
             return
         copied = copy.deepcopy(learner.predictor)  # the original learns meanwhile
         self._num_saved = num_learnt
         if file is not None:
-            try:
-                await asyncio.to_thread(predictor_file.save, file, copied)
-            except OSError as error:
-                log.warning("cannot save the predictor to %s: %s", file, error.strerror)
+            await self._write(file, copied)
         if store is not None:
             data = await asyncio.to_thread(snapshot, copied)
             try:
@@ -71,6 +84,18 @@ class PredictorSnapshots:
             except StateError as error:
                 log.warning("cannot save the predictor in the state store: %s", error)
                 self._num_saved = -1  # again at the next turn
+
+    async def _write(self, file: str, predictor: LengthPredictor) -> None:
+        """A failure is logged once, until it has passed."""
+        try:
+            await asyncio.to_thread(predictor_file.save, file, predictor)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                remedy = predictor_file.REMEDY
+                log.warning("cannot save the predictor to %s: %s; %s", file, error.strerror, remedy)
+            self._is_failing = True
+            self._num_saved = -1  # again at the next turn
 
     async def close(self) -> None:
         store, self._store = self._store, None

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.deployments.gate.controller import Gate
+from penstock.deployments.gate.forecast.retry_after import RetryAfterModel
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.types import Expiry, Outcome, Refusal
 from penstock.deployments.gate.wire import wait_message
@@ -46,7 +48,9 @@ class GateCounters:
                 self.actual_wait_s += outcome.waited_s
                 self.wait_error_s += abs(outcome.waited_s - outcome.quoted_wait_s)
 
-    def figures(self, epoch: int, num_waiting: int, learner: GateLearner) -> pb.Figures:
+    def figures(
+        self, epoch: int, num_waiting: int, learner: GateLearner, retry_after: RetryAfterModel[Any]
+    ) -> pb.Figures:
         """The message that ingresses receive."""
         return pb.Figures(
             epoch=epoch,
@@ -64,6 +68,9 @@ class GateCounters:
             wait_error_s=self.wait_error_s,
             num_preemptions=self.preemptions,
             num_completed=self.completed,
+            retry_after_factor=retry_after.factor,
+            num_retry_after_in_time=retry_after.num_in_time,
+            num_retry_after_late=retry_after.num_late,
         )
 
 

@@ -53,7 +53,6 @@ class GateSettings:
     pressed_level: float = 0.3  # the same, after `pressed_s` of waits or refusals (Pressure)
     pressed_s: float = 10.0
     num_samples: int = 32
-    rule: str = "sampled"  # or "gaussian": means and variances, for many workers
     max_choices: int = 4  # workers evaluated for a request: the ones with the least expected tokens
     lease_s: float = 2.0  # a grant without a start by then is taken back
     # For each worker, later requests admitted before a first one that does not fit.
@@ -75,8 +74,6 @@ class GateSettings:
                 raise ValueError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}")
         if self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, not {self.num_samples}")
-        if self.rule not in ("sampled", "gaussian"):
-            raise ValueError(f"rule must be 'sampled' or 'gaussian', not {self.rule!r}")
         if self.max_choices < 1:
             raise ValueError(f"max_choices must be at least 1, not {self.max_choices}")
         for name in ("lease_s", "longest_wait_s", "pressed_s", "start_s"):
@@ -100,7 +97,8 @@ class GateSetup:
     max_queued: int = 1024
     longest_wait_s: float | None = None
     host: str | None = None  # address that the gate listens on; None: its node's in the cluster
-    snapshot_file: str | None = None  # where the predictor's state is kept
+    snapshot_file: str | None = None  # where the predictor's state is kept; AUTO_FILE: by these:
+    snapshot_of: tuple[str, str] = ("penstock", "")  # the application and the model
     state: StateOptions | None = None  # and a Redis that keeps it, too
     snapshot_key: str = "predictor"  # there
     may_wake: bool = False  # without a worker, requests wait for one that is started for them

@@ -187,14 +187,6 @@ class StackedDistributions:
         middles = np.broadcast_to(_MIDDLES, (len(generated), len(_MIDDLES)))
         return self.sample_remaining(generated, middles).mean(axis=-1)
 
-    def survival_after(self, generated: Ints, ahead: Ints) -> Floats:
-        """P(more than `ahead` tokens still come), [n], [horizons] -> [n, horizons]; 1 below 0."""
-        later = generated[:, None] + ahead
-        now = np.minimum(np.maximum(generated, self.min_tokens), MAX_LENGTH)[:, None]
-        then = np.minimum(np.maximum(later, now), MAX_LENGTH)
-        alive = np.exp(self._hazard_at(now) - self._hazard_at(then))
-        return np.where(later < self.max_tokens[:, None], alive, 0.0)
-
     def _hazard_at(self, lengths: Ints) -> Floats:
         """[n, m] whole lengths up to MAX_LENGTH -> [n, m] cumulative hazards, with the offset."""
         k = np.minimum(np.searchsorted(KNOTS, lengths, side="right") - 1, NUM_BINS - 1)

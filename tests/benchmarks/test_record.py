@@ -116,9 +116,9 @@ def test_the_names_of_format_quality_are_settings():
 
 
 def test_the_rows_of_the_gates_scale_make_its_table(tmp_path):
-    costs = ScaleCosts([cost_of(Size("gaussian", workers=1, queue=0, requests=20))])
+    costs = ScaleCosts([cost_of(Size(workers=1, queue=0, requests=20))])
     table = gate_scale_table(written(tmp_path / "out.json", {"rows": costs.rows()}))
-    assert table.splitlines()[-1].startswith("| gaussian | 1 | 20 |")
+    assert table.splitlines()[-1].startswith("| 1 | empty | 20 |")
 
 
 def test_a_run_without_refusals_has_no_figures_of_them(tmp_path):

@@ -198,6 +198,7 @@ def test_paths_are_those_of_the_process_that_reads_them(
     (tmp_path / "a").mkdir()
     config = entries({"model": "./a", "predictor_file": "p"}, {"model": "builtin"}, data_dir="d")
     first, second = config.with_absolute_paths().models
+    assert second.predictor_file == "auto"
     assert (first.engine.model, second.engine.model) == (str(tmp_path / "a"), "builtin")
     assert first.predictor_file == str(tmp_path / "p")
     assert second.data_dir == str(tmp_path / "d")

@@ -284,7 +284,7 @@ def gate_latency(result: Result) -> str:
 
 def gate_scale(result: Result) -> str:
     head = (
-        *("rule", "workers", "requests", "mean waiting", "CPU a request", "of it attempts"),
+        *("workers", "queue", "requests", "mean waiting", "CPU a request", "of it attempts"),
         *("one core decides", "offered"),
     )
     rows = [_scale_row(row) for row in result.figures["rows"]]
@@ -292,10 +292,9 @@ def gate_scale(result: Result) -> str:
 
 
 def _scale_row(row: Mapping[str, Any]) -> tuple[object, ...]:
-    queued = "" if row["queue"] == "empty" else ", long queue"
     return (
-        f"{row['rule']}{queued}",
         fixed(row["workers"], 0),
+        row["queue"] if row["queue"] == "empty" else "long",
         fixed(row["requests"], 0),
         row["mean_waiting"],
         fixed(row["us_per_request"] / 1e3, 2, " ms"),

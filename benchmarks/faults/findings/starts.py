@@ -48,7 +48,12 @@ def starts() -> list[Start]:
 def run() -> Iterator[Finding]:
     for each in starts():
         with tempfile.TemporaryDirectory(prefix="pst-", dir="/tmp") as folder:
-            environment = {**os.environ, "TMPDIR": folder, **each.environment}
+            environment = {
+                **os.environ,
+                "TMPDIR": folder,
+                "XDG_STATE_HOME": folder,
+                **each.environment,
+            }
             began_s = time.monotonic()
             done = subprocess.run(
                 each.command,

@@ -142,7 +142,7 @@ def _end_while_loading(after_s: float, seen: Seen) -> None:
             command,
             stdout=out,
             stderr=out,
-            env={**os.environ, "TMPDIR": folder},
+            env={**os.environ, "TMPDIR": folder, "XDG_STATE_HOME": folder},
             process_group=0,
         )
         time.sleep(after_s)

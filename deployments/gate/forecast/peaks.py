@@ -1,22 +1,18 @@
-"""How much memory running answers will need at their worst: peaks of sampled and of mean futures.
+"""How much memory running answers will need at their worst: peaks of sampled futures.
 
 An answer holds `used` tokens now and one more each step until it ends, `remaining` steps from now;
-then all of it is free. The peak over time is what a pool must hold. Two forms: exact, on sampled
-futures (the rule of "Past-Future", arXiv 2507.10150, and of LightLLM's router), and Gaussian, on
-means and variances over a grid of horizons, whose cost does not grow with the number of answers.
-Each has an incremental form for one more candidate. Pure functions of arrays, in tokens and steps.
+then all of it is free. The peak over time is what a pool must hold (the rule of "Past-Future",
+arXiv 2507.10150, and of LightLLM's router). It has an incremental form for one more candidate. Pure
+functions of arrays, in tokens and steps.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.deployments.prediction.distribution import Floats, Ints
-
-NUM_HORIZONS = 24
+from penstock.deployments.prediction.distribution import Ints
 
 
 def sampled_peaks(used: Ints, remaining: Ints) -> Ints:
@@ -147,58 +143,3 @@ def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
             peak = max(peak, total)
             total -= int(used[index[j]] + growth[index[j]])
     return peak
-
-
-def horizons_of(longest: int) -> Ints:
-    """[NUM_HORIZONS] steps from 0 to `longest`, log-spaced: where the Gaussian grid looks.
-
-    A peak between two of them is not seen, and the largest quantile over time is below the
-    quantile of the largest use: with heavy tails the grid was 11 to 12 % below the sampled rule.
-    """
-    spaced = np.geomspace(1.0, max(longest, NUM_HORIZONS), NUM_HORIZONS - 1)
-    return np.concatenate(([0], np.maximum(np.round(spaced), np.arange(1, NUM_HORIZONS)))).astype(
-        np.int64
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class UseGrid:
-    """Mean and variance of the memory in use at each horizon; answers are independent.
-
-    An answer that is alive with probability S holds m = min(used + horizon, ceiling) tokens: mean
-    S m, variance S (1 - S) m^2. Sums of them go up and down as answers come and go.
-    """
-
-    horizons: Ints  # [horizons]
-    mean: Floats  # [horizons]
-    variance: Floats  # [horizons]
-
-    def adding(self, used: int, alive: Floats, ceiling: int | None = None) -> UseGrid:
-        """With one answer more; alive [horizons] = P(more than horizon - 1 tokens still come)."""
-        mean, variance = self._share(used, alive, ceiling)
-        return UseGrid(self.horizons, self.mean + mean, self.variance + variance)
-
-    def removing(self, used: int, alive: Floats, ceiling: int | None = None) -> UseGrid:
-        """Without an answer that was added with the same figures.
-
-        Called by tests only so far: for a Gaussian ledger that is kept, and not summed anew, as
-        answers come and go.
-        """
-        mean, variance = self._share(used, alive, ceiling)
-        left = np.maximum(self.variance - variance, 0.0)
-        return UseGrid(self.horizons, np.maximum(self.mean - mean, 0.0), left)
-
-    def peak(self, deviations: float) -> float:
-        """The largest mean + deviations * standard deviation over all horizons; 1.645 is 95 %."""
-        return float((self.mean + deviations * np.sqrt(self.variance)).max())
-
-    def _share(self, used: int, alive: Floats, ceiling: int | None) -> tuple[Floats, Floats]:
-        bound = math.inf if ceiling is None else float(max(ceiling, used))
-        holds = np.minimum(used + self.horizons.astype(np.float64), bound)
-        return alive * holds, alive * (1.0 - alive) * holds**2
-
-
-def empty_grid(horizons: Ints) -> UseGrid:
-    """Nothing runs."""
-    zero = np.zeros(len(horizons))
-    return UseGrid(horizons, zero, zero)

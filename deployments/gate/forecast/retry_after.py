@@ -28,6 +28,7 @@ class _Refused(Generic[Entry]):
     entry: Entry
     at: float  # when it arrived and was refused
     after_s: float  # Retry-After before the factor
+    given_s: float  # Retry-After as its client was told: with the factor, bounded and spread
     patience_s: float  # longest that it may wait
 
 
@@ -36,14 +37,19 @@ class RetryAfterModel(Generic[Entry]):
 
     def __init__(self, would_wait: Callable[[Entry, float], float]) -> None:
         self.factor = 1.0  # on Retry-After
+        # Judged so far: admissible by the time that their clients were given, and only later.
+        self.num_in_time = 0
+        self.num_late = 0
         self._would_wait = would_wait
         self._watched: list[_Refused[Entry]] = []
         self._looked_at = -math.inf
 
-    def watch(self, entry: Entry, at: float, after_s: float, patience_s: float) -> None:
+    def watch(
+        self, entry: Entry, at: float, after_s: float, patience_s: float, given_s: float
+    ) -> None:
         """It arrived at `at`, and was refused for its predicted wait."""
         if len(self._watched) < MAX_WATCHED and after_s > 0:
-            self._watched.append(_Refused(entry, at, after_s, patience_s))
+            self._watched.append(_Refused(entry, at, after_s, given_s, patience_s))
 
     def update(self, now: float) -> None:
         """Judge the remembered requests again. May be called often."""
@@ -54,8 +60,10 @@ class RetryAfterModel(Generic[Entry]):
             since, quoted_s = now - each.at, self.factor * each.after_s
             if self._would_wait(each.entry, now) <= each.patience_s:
                 self._learn(since <= quoted_s)
-            elif since > max(quoted_s, LARGEST * each.after_s):
+                self._count(since <= each.given_s)
+            elif since > max(quoted_s, each.given_s, LARGEST * each.after_s):
                 self._learn(False)
+                self._count(False)
             else:
                 kept.append(each)
         self._watched = kept
@@ -63,3 +71,7 @@ class RetryAfterModel(Generic[Entry]):
     def _learn(self, held: bool) -> None:
         moved = self.factor * math.exp(STEP * (TARGET_SHARE - held))
         self.factor = min(max(moved, SMALLEST), LARGEST)
+
+    def _count(self, in_time: bool) -> None:
+        self.num_in_time += in_time
+        self.num_late += not in_time

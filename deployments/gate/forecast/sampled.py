@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.deployments.gate.forecast.peaks import PeakIndex, held_peaks, index_of
-from penstock.deployments.prediction.distribution import Floats, Ints
+from penstock.deployments.prediction.distribution import Ints
 
 UNBOUNDED = 1 << 40  # the ceiling of an answer whose cache does not roll
 MAX_PROBES = 64  # ends at which `fits_after` tests the rule
@@ -30,9 +30,6 @@ class Candidate:
     remaining: Ints  # [samples] steps to its end
     ceiling: int = UNBOUNDED  # tokens that it never exceeds, prompt included
     longest: int = UNBOUNDED  # tokens that it holds if it becomes as long as it may
-    survival: list[Floats] = field(
-        default_factory=list, compare=False
-    )  # of gaussian.py, when first made
 
 
 def order_statistic(values: Ints, level: float) -> Ints:

@@ -30,6 +30,11 @@ GATE_GAUGES: tuple[tuple[str, str, _Of], ...] = (
         "Preemptions of workers per 100 requests that ended, since the gate started.",
         lambda g: 100 * g.figures.num_preemptions / max(1, g.figures.num_completed),
     ),
+    (
+        "penstock_gate_retry_after_factor",
+        "Learnt factor on the predicted waits from which Retry-After is made.",
+        lambda g: g.figures.retry_after_factor,
+    ),
 )
 
 GATE_COUNTERS: tuple[tuple[str, str, _Of], ...] = (
@@ -76,3 +81,7 @@ ADMISSIONS: tuple[tuple[str, _Of], ...] = (
     ("fallback", lambda g: g.num_fallback),
 )
 REASONS = ("too_long", "queue_full", "displaced", "never_fits")
+RETRY_AFTER: tuple[tuple[str, _Of], ...] = (
+    ("in_time", lambda g: g.figures.num_retry_after_in_time),
+    ("late", lambda g: g.figures.num_retry_after_late),
+)

@@ -21,6 +21,7 @@ from penstock.deployments.ingress.metrics.gate_tables import (
     GATE_COUNTERS,
     GATE_GAUGES,
     REASONS,
+    RETRY_AFTER,
     WAIT_HISTOGRAM,
 )
 
@@ -70,12 +71,20 @@ def _of_figures(gates: Gates, names: tuple[str, ...]) -> Iterator[Metric]:
         "Share of recent answers that stayed within the quantile of that level.",
         labels=(*names, "level"),
     )
+    judged = CounterMetricFamily(
+        "penstock_gate_retry_after_judged",
+        "Refused requests judged again: admissible by the Retry-After given, or only later.",
+        labels=(*names, "outcome"),
+    )
     for labels, gate in gates.items():
         figures = gate.figures
+        for outcome, value in RETRY_AFTER:
+            judged.add_metric((*labels, outcome), value(gate))
         for reason in REASONS:
             refused.add_metric((*labels, reason), figures.num_refused.get(reason, 0))
         refused.add_metric((*labels, "expired"), figures.num_expired)
         for level, share in zip(figures.levels, figures.coverage, strict=True):
             held.add_metric((*labels, f"{level:g}"), share)
     yield refused
+    yield judged
     yield held

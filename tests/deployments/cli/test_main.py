@@ -28,6 +28,7 @@ from penstock.deployments.cli.main import build_parser, main
 from penstock.deployments.cli.throughput import Throughput
 from penstock.deployments.client import Client
 from penstock.deployments.config import settings, settings_by_group
+from penstock.deployments.prediction import predictor_file
 from penstock.deployments.supervision.processes import descendants, is_running
 from penstock.workers.stats import EngineStats
 from penstock.workers.weights.hub import resolve_model
@@ -231,13 +232,14 @@ def _cores_of(pid: int) -> dict[int, set[int]]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a second core")
-def test_the_engine_has_its_cores_for_itself(folder):
+def test_the_engine_has_its_cores_for_itself_and_a_short_life_is_remembered(folder, tmp_path):
     mine = {max(os.sched_getaffinity(0))}
     http, grpc = free_port(), free_port()
     served = Served(
         *("--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", "0"),
         *("--compute-cores", str(*mine)),
         folder=folder,
+        XDG_STATE_HOME=str(tmp_path),
     )
     try:
         served.wait_for("ready after")
@@ -251,9 +253,15 @@ def test_the_engine_has_its_cores_for_itself(folder):
                 cores = {pid: cores[pid]}
             assert all(each.isdisjoint(mine) for each in cores.values()), pid
         assert of_engines == [mine]
+        with Client(f"127.0.0.1:{grpc}") as client:
+            client.reply(PROMPT, max_tokens=4)
         assert served.end() == 0
     finally:
         served.process.kill()
+    (file,) = (tmp_path / "penstock").iterdir()  # saved in the end: no minute was over
+    assert file.name.startswith("penstock_builtin_")
+    learnt = predictor_file.load(str(file))
+    assert ("builtin",) in learnt.ends.groups
 
 
 def _watch_metrics(output: str, http: int) -> int:

@@ -1,4 +1,5 @@
-"""The ledger of a worker: leases, progress between reports, late reports, headroom."""
+"""The ledger of a worker: leases, progress between reports, late reports, headroom, and its load,
+by which few of many workers are looked at."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.deployments.gate.forecast.headroom import Headroom
 from penstock.deployments.gate.ledger import Ledger
-from penstock.deployments.gate.types import Demand, Report, Running, WorkerSpec
+from penstock.deployments.gate.placement import WorkerShortlist
+from penstock.deployments.gate.types import Demand, GateSettings, Report, Running, WorkerSpec
 from penstock.deployments.prediction.distribution import LengthDistribution, cumulative_hazard
 from penstock.deployments.prediction.hazards import length_prior
 
@@ -150,3 +152,70 @@ def test_a_worker_has_something(name):
     values: dict[str, Any] = {"capacity": 10, "block_size": 1, "slots": 1, name: 0}
     with pytest.raises(ValueError, match=name):
         WorkerSpec("w", 1, **values)
+
+
+def long_demand(name, prompt=100):
+    return demand(name, prompt, max_tokens=2000)
+
+
+def roomy_ledger():
+    return Ledger(WorkerSpec("w", 1, 20_000, 16, 99), step_s=0.1)
+
+
+def test_of_many_workers_the_least_loaded_are_looked_at():
+    ledgers = {}
+    for i in range(30):
+        ledgers[f"w{i}"] = Ledger(WorkerSpec(f"w{i}", 1, 4000 if i else 40_000, 16, 99))
+        for j in range(30 - i if i else 90):
+            ledgers[f"w{i}"].lease(long_demand(f"{i}-{j:02d}"), 1e9)
+    choice = WorkerShortlist(ledgers, GateSettings(max_choices=3), 0.0)
+    assert sorted(choice.workers_for(long_demand("new"))) == ["w27", "w28", "w29"]
+    assert "w0" in choice.workers_for(
+        long_demand("big", 10_000)
+    )  # no other worker could ever take it
+    ledgers["w29"].is_open = False
+    assert "w29" not in WorkerShortlist(ledgers, GateSettings(max_choices=3), 0.0).workers_for(
+        long_demand("new")
+    )
+    new = long_demand("new")
+    for _ in range(4):  # each one that goes there makes it less attractive
+        name = choice.workers_for(new)[0]
+        ledgers[name].lease(new, 1e9)
+        choice.grant(name, new.candidate(16))
+        new = long_demand(f"new{_}")
+    assert len(WorkerShortlist({"a": ledgers["w1"]}, GateSettings(), 0.0).workers_for(new)) == 1
+
+
+def test_workers_whose_answers_became_long_are_not_evaluated_first():
+    """By lengths as predicted on admission, all 30 would be alike."""
+    ledgers = {f"w{i}": roomy_ledger() for i in range(30)}
+    for i, ledger in enumerate(ledgers.values()):
+        ledger.lease(long_demand(f"r{i}", 100), 1.0)
+        out = 10 if i in (7, 19, 23) else 1800
+        ledger.report(Report(1, 1, (Running(f"r{i}", out, 100, 2000),), 0.1), 1.0, {})
+    shortlist = WorkerShortlist(ledgers, GateSettings(max_choices=3), 1.0)
+    assert sorted(shortlist.workers_for(long_demand("new"))) == ["w19", "w23", "w7"]
+
+
+def test_the_load_is_what_answers_are_expected_to_hold():
+    ledger = roomy_ledger()
+    ledger.lease(long_demand("a", 100), 1.0)
+    alone = ledger.load
+    assert alone == pytest.approx((100 + LengthDistribution(PRIOR, 2000).mean) / 20_000, rel=0.01)
+    ledger.lease(long_demand("b", 300), 1.0)
+    ledger.ended("a", 0.5)
+    assert ledger.load == pytest.approx(alone + 200 / 20_000)
+    assert ledger.expire(1.0) == ["b"] and ledger.load == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_report_renews_what_answers_are_expected_to_hold():
+    long, short = roomy_ledger(), roomy_ledger()
+    for ledger in (long, short):
+        ledger.lease(long_demand("a", 100), 1.0)
+    admitted = long.load
+    long.report(Report(1, 1, (Running("a", 1800, 100, 2000),), 0.1), 1.0, {})
+    short.report(Report(1, 1, (Running("a", 5, 100, 2000),), 0.1), 1.0, {})
+    assert short.load == pytest.approx(admitted, rel=0.25)  # as expected when it was admitted
+    assert 1900 / 20_000 < long.load <= 2100 / 20_000  # what it holds by now, and its limit
+    long.ended("a", 2.0)
+    assert long.load == pytest.approx(0.0, abs=1e-12)

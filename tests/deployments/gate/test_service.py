@@ -185,3 +185,34 @@ def test_a_refused_request_that_is_sent_again_is_no_new_work_and_another_one_is(
     wire.receive(offers=[offer("other", 500)], texts=[other], now=2.0)
     assert wire.service.judge_next(2.0)
     assert wire.service.load(2.0).offered_work_s > before
+
+
+def test_refused_requests_that_are_judged_again_are_counted_by_what_their_clients_were_given():
+    wire = Wire()
+    wire.service.adopt(GateSetup(longest_wait_s=0.001))
+
+    def refuse(names, now):
+        """Some run, one waits, and the others are refused: what their clients were given."""
+        wire.sent = pb.ToIngress()
+        for name in names:
+            wire.receive(offers=[offer(name, 500)], texts=[text(name)], now=now)
+            assert wire.service.judge_next(now)
+            wire.service.tick(now)
+        return {each.request_id: each.retry_after_s for each in wire.sent.refusals}
+
+    def judged(names, now):
+        """The counts, once `names` have ended, or left the queue."""
+        wire.receive(ended=[pb.Ended(request_id=each, generated=9) for each in names], now=now)
+        wire.service.tick(now)
+        figures = wire.service.figures()
+        return figures.num_retry_after_in_time, figures.num_retry_after_late
+
+    first = refuse("abcde", 0.0)
+    assert first and min(first.values()) > 0.6
+    assert wire.service.figures().retry_after_factor == 1.0
+    assert judged(set("abcde") - first.keys(), 0.6) == (len(first), 0)
+    assert wire.service.figures().retry_after_factor < 1.0
+    second = refuse("fghij", 1.0)
+    assert second
+    after_s = 1.1 + max(second.values())
+    assert judged(set("fghij") - second.keys(), after_s) == (len(first), len(second))

@@ -12,6 +12,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate import server as gate_server
 from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.types import GateSetup
+from penstock.deployments.prediction import predictor_file
 from penstock.deployments.prediction.features import Features
 from penstock.deployments.state.url import redis_options
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
@@ -120,3 +121,61 @@ def test_the_gate_saves_by_and_by(redis, monkeypatch):
 
     asyncio.run(live())
     assert backend.run(lambda store: store.get("predictor/x", budget_s=5.0)) is not None
+
+
+def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    """And is written when it can be, though nothing more was learnt."""
+    folder = tmp_path / "away"
+    setup = GateSetup(host="127.0.0.1", snapshot_file=str(folder / "lengths.npz"))
+
+    async def live():
+        server = GateServer(setup)
+        await server.where(setup)
+        await learn(server, 3)
+        for _ in range(3):
+            await server.save()
+        assert caplog.text.count("cannot save the predictor") == 1
+        assert "set predictor_file to" in caplog.text
+        folder.mkdir()
+        await server.save()
+        await server.close()
+
+    asyncio.run(live())
+    assert (folder / "lengths.npz").exists()
+
+
+def test_what_has_just_ended_is_learnt_before_the_last_snapshot(tmp_path, monkeypatch):
+    monkeypatch.setattr(gate_server, "LABELS_S", 1000.0)  # nothing is learnt by and by
+    setup = GateSetup(host="127.0.0.1", snapshot_file=str(tmp_path / "lengths.npz"))
+
+    async def live():
+        server = GateServer(setup)
+        await server.where(setup)
+        ended = pb.Label(request_id="r", features=pb.Features(model="m"), length=30, ended="stop")
+        server.service.learner.labels.extend([ended] * 20)
+        await server.save()
+        await server.close()
+        return server.service.learner.num_learnt
+
+    assert asyncio.run(live()) == 20
+    assert ("m",) in predictor_file.load(setup.snapshot_file).ends.groups
+
+
+def test_an_automatic_file_is_of_the_model_that_is_deployed(tmp_path, monkeypatch):
+    """An update to another model keeps the gate, and not the file."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    old = GateSetup(host="127.0.0.1", snapshot_file="auto", snapshot_of=("app", "old"))
+    new = replace(old, snapshot_of=("app", "new"), generation=1)
+
+    async def live():
+        server = GateServer(old)
+        for setup in (old, new):
+            await server.where(setup)
+            num = server.service.learner.num_learnt
+            await learn(server, num + 3)
+            await server.save()
+        await server.close()
+
+    asyncio.run(live())
+    names = sorted(each.name for each in (tmp_path / "penstock").iterdir())
+    assert [name.rpartition("_")[0] for name in names] == ["app_new", "app_old"]

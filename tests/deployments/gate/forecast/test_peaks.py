@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.deployments.gate.forecast.peaks import (
-    NUM_HORIZONS,
-    empty_grid,
     held_peaks,
-    horizons_of,
     index_of,
     sampled_peaks,
     swept_peak,
 )
-from penstock.deployments.prediction.distribution import (
-    NUM_BINS,
-    LengthDistribution,
-    cumulative_hazard,
-    stack,
-)
-from penstock.deployments.prediction.hazards import length_prior
 
 FOREVER = 10**9
 
@@ -108,61 +97,3 @@ def test_sweep_is_the_formula_where_nothing_waits_or_rolls():
     used, remaining = rng.integers(0, 3000, 63), rng.integers(0, 900, (63, 1))
     swept = swept_peak(used, remaining[:, 0], np.zeros(63, int), np.full(63, FOREVER))
     assert swept == sampled_peaks(used, remaining)[0]
-
-
-def test_grid_has_the_moments_of_sampled_futures():
-    """Mean and variance at each horizon against 20,000 drawn futures of the same distributions."""
-    rng = np.random.default_rng(1)
-    distributions = [
-        LengthDistribution(cumulative_hazard(rng.uniform(0.01, 0.2, NUM_BINS)), limit)
-        for limit in (60, 300, 5000)
-    ]
-    used, ceilings, generated = [100, 40, 7], [None, 64, None], np.array([20, 0, 130])
-    horizons = horizons_of(4000)
-    table = stack(distributions)
-    # Still there at step h: the answer's end is at h or later, so more than h - 1 tokens come.
-    alive = table.survival_after(generated, horizons - 1)
-    assert (alive[:, horizons == 0] == 1.0).all()
-    grid = empty_grid(horizons)
-    for i in range(3):
-        grid = grid.adding(used[i], alive[i], ceilings[i])
-    remaining = table.sample_remaining(generated, rng.random((3, 20_000)))
-    for g, h in enumerate(horizons.tolist()):
-        use = np.zeros(20_000)
-        for i in range(3):
-            holds = used[i] + h if ceilings[i] is None else min(used[i] + h, ceilings[i])
-            use += np.where(remaining[i] >= h, holds, 0)
-        assert grid.mean[g] == pytest.approx(use.mean(), rel=0.05, abs=1.0)
-        assert np.sqrt(grid.variance[g]) == pytest.approx(use.std(), rel=0.08, abs=2.0)
-    for i in range(3):
-        grid = grid.removing(used[i], alive[i], ceilings[i])
-    assert np.allclose(grid.mean, 0.0, atol=1e-9) and np.allclose(grid.variance, 0.0, atol=1e-6)
-
-
-def test_grid_peak_is_the_largest_quantile_over_time():
-    """A sum of many answers is nearly Gaussian; the quantile of the peak itself is above it."""
-    rng = np.random.default_rng(2)
-    distribution = LengthDistribution(cumulative_hazard(length_prior()), 1500)
-    generated, used = rng.integers(0, 200, 120), rng.integers(5, 60, 120)
-    table = stack([distribution] * 120)
-    horizons = horizons_of(1500)
-    grid = empty_grid(horizons)
-    for a, alive in zip(used.tolist(), table.survival_after(generated, horizons - 1)):
-        grid = grid.adding(a, alive)
-    remaining = table.sample_remaining(generated, rng.random((120, 4000)))
-    at_horizons = [
-        np.quantile(np.where(remaining >= h, used[:, None] + h, 0).sum(0), 0.95)
-        for h in horizons.tolist()
-    ]
-    assert grid.peak(1.645) == pytest.approx(max(at_horizons), rel=0.02)
-    of_peaks = np.quantile(sampled_peaks(used, remaining), 0.95)
-    assert 0.85 * of_peaks < grid.peak(1.645) < 1.02 * of_peaks
-    assert grid.peak(0.0) < grid.peak(1.0) < grid.peak(3.0)
-
-
-def test_horizons():
-    for longest in (1, 23, 24, 1000, 1_000_000):
-        horizons = horizons_of(longest)
-        assert len(horizons) == NUM_HORIZONS and horizons[0] == 0
-        assert (np.diff(horizons) > 0).all() and horizons[-1] == max(longest, NUM_HORIZONS)
-    assert empty_grid(horizons_of(100)).peak(1.645) == 0.0

@@ -26,7 +26,7 @@ def life(frees_after, rounds=600):
         frees[id(entry)] = now + frees_after(n)
         quoted_s = returns.factor * 10.0
         held.append(frees_after(n) <= quoted_s)
-        returns.watch(entry, now, 10.0, 8.0)
+        returns.watch(entry, now, 10.0, 8.0, quoted_s)
         for half in range(200):
             returns.update(now + half / 2)
     return returns.factor, held[rounds // 2 :]
@@ -54,7 +54,24 @@ def test_few_are_remembered():
 
     returns: RetryAfterModel[object] = RetryAfterModel(never)
     for _ in range(50):
-        returns.watch(object(), 0.0, 10.0, 8.0)
+        returns.watch(object(), 0.0, 10.0, 8.0, 10.0)
     returns.update(1.0)
     returns.update(1.2)  # too soon
     assert len(checked) == MAX_WATCHED
+
+
+def test_outcomes_are_counted_by_what_was_given():
+    """Bounds and spread make that differ from what the factor calls for."""
+    returns: RetryAfterModel[float] = RetryAfterModel(lambda frees, now: 0.0 if now >= frees else 9)
+    for frees, given_s in [(3.0, 12.0), (12.0, 12.0), (13.0, 12.0), (math.inf, 50.0)]:
+        returns.watch(frees, 0.0, 10.0, 8.0, given_s)
+    for half in range(20):
+        returns.update(half / 2)
+    assert (returns.num_in_time, returns.num_late) == (1, 0)
+    for half in range(20, 100):
+        returns.update(half / 2)
+    assert (returns.num_in_time, returns.num_late) == (2, 1)
+    returns.update(50.0)  # its client has not returned yet
+    assert (returns.num_in_time, returns.num_late) == (2, 1)
+    returns.update(51.0)
+    assert (returns.num_in_time, returns.num_late) == (2, 2)

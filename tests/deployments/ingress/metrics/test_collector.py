@@ -406,3 +406,18 @@ def test_the_board_asks_for_what_there_is():
     assert named <= all_names()
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
+
+
+def test_what_the_gate_reports_of_retry_after_is_shown():
+    gate = GateClient("ingress", where=None)
+    gate.figures.retry_after_factor = 0.75
+    gate.figures.num_retry_after_in_time, gate.figures.num_retry_after_late = 6, 4
+    collector = PenstockCollector(RequestMetrics("m", 9), tuple, gate)
+    samples = {
+        (sample.name, sample.labels.get("outcome")): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+    }
+    assert samples["penstock_gate_retry_after_factor", None] == 0.75
+    assert samples["penstock_gate_retry_after_judged_total", "in_time"] == 6
+    assert samples["penstock_gate_retry_after_judged_total", "late"] == 4
