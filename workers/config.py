@@ -288,8 +288,10 @@ class ExpertOptions:
         "memory, in the format of weights (docs/guide/experts.md); none: all are on the device",
         above=0,
     )
-    expert_prefetch: bool = option(
-        False, "load the experts predicted for the next layer while the current one computes"
+    expert_prefetch: Switch = option(
+        "auto",
+        "load the experts predicted for the next layer while the current one computes; auto: on "
+        "where steps that were timed with and without it say that it pays",
     )
     expert_store: Literal["each", "one"] = option(
         "each",

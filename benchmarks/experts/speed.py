@@ -2,8 +2,9 @@
 
 decode     One token at a time, batch of one. demand: no expert is kept between tokens; LRU over
            all layers; fair: LRU by fair shares of the layers; each of them also with prefetch, when
-           the measured counters allow it (prefetch) or at every layer (always). neurons: moe_mode
-           sparse. int8: moe_mode quantized.
+           the measured counters allow it (prefetch), at every layer (always), or where trials find
+           that it pays (auto, which needs --warm 200). neurons: moe_mode sparse. int8: moe_mode
+           quantized.
 formats    The same with experts in --formats: what a quantised expert saves.
 prompt     A prompt in one step, with its layers' experts streamed ahead or loaded on demand.
 
@@ -45,6 +46,7 @@ MODES: Modes = {
     "fair": {},
     "fair + prefetch": {"prefetch": True},
     "fair + always": {"prefetch": True},
+    "fair + auto": {"prefetch": None},
     "fair + neurons": {"mode": "sparse"},
     "fair + neurons + always": {"mode": "sparse", "prefetch": True},
     "fair + int8": {"mode": "quantized"},
@@ -92,7 +94,7 @@ def decode(args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float) 
     """Seconds of a token by mode and share, and what was moved for it."""
     with temporary_expert_file(MODEL, args.weights, has_int8_copies=True) as manifest:
         decoding = Decoding(args, prompt, bytes_per_s)
-        decoding.add(args.weights, manifest, MODES)
+        decoding.add(args.weights, manifest, {name: MODES[name] for name in args.modes})
         return decoding.run()
 
 
@@ -156,6 +158,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["decode", "prompt"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE",
+                        help=f"of decode: {', '.join(MODES)}")  # fmt: skip
     parser.add_argument("--weights", default="fp32", help="number format that is computed in")
     parser.add_argument("--formats", nargs="+", default=["bf16", "int8", "int4"])
     parser.add_argument("--gb-per-s", type=float, nargs="+", default=[0.04, 0.4])

@@ -223,6 +223,8 @@ class Engine:
     def _launch(self, plan: Plan, before: StepInFlight | None = None) -> StepInFlight:
         step = self.executor.launch(plan, before)
         self.times.end_launch(step.output.model_s, step.output.sample_s)
+        if self.model.routed is not None:
+            self.model.routed.observe_step(step.output.model_s, plan.num_tokens)
         return step
 
     def _mark_launched(self, step: StepInFlight) -> None:

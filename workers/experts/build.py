@@ -44,7 +44,7 @@ class ExpertSettings:
 
     cache_gb: float | None = None
     num_slots: int | None = None
-    prefetch: bool = True
+    prefetch: bool | None = True  # None: where timed steps say that it pays
     mode: str = "exact"  # the least exact mode that a request may have
     keep: float = 0.5  # sparse: the share of neurons
     score: str = "product"
@@ -64,7 +64,7 @@ def settings_of(
         return None
     return ExpertSettings(
         cache_gb=config.expert_cache_gb,
-        prefetch=config.expert_prefetch,
+        prefetch={"on": True, "off": False}.get(config.expert_prefetch),
         mode=config.moe_mode,
         keep=config.moe_keep,
         score=config.moe_score,

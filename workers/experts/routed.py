@@ -18,11 +18,13 @@ from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
 from penstock.workers.experts.lookups import NeededRows
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.neurons import NeuronSelector
+from penstock.workers.experts.prefetch_trial import PrefetchTrial
 from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.experts.transfer_meter import TransferMeter
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
+COUNTED_STEPS = 16  # without prefetch, the accuracy of predictions is counted in one of so many
 WHOLE_SHARE = 0.75  # of an expert's neurons: if more are needed, the whole expert is loaded
 
 Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
@@ -36,12 +38,15 @@ class RoutedExperts:
         cache: ExpertCache,
         config: ModelConfig,
         *,
-        prefetch: bool = False,
+        prefetch: bool | None = False,
         selector: NeuronSelector | None = None,
     ):
-        """`selector`: selects the neurons of sparse rows, and those that are prefetched."""
+        """`prefetch` None: where timed steps say that it pays. `selector`: selects the neurons of
+        sparse rows, and those that are prefetched."""
         self.cache = cache
-        self.prefetch = prefetch
+        self.trial = PrefetchTrial() if prefetch is None else None
+        self.prefetch = bool(prefetch)
+        self._num_small_steps = 0
         self.selector = selector
         self.rows: StepRows | None = None  # of the current step; None: all rows are exact
         self.watch: Watcher | None = None
@@ -78,10 +83,14 @@ class RoutedExperts:
                 first = self._shift()
                 self.cache.prefetch(following, range(first, first + predictor.num_experts))
             return
-        if not self.prefetch:
+        is_counted = self.prefetch or self._num_small_steps % COUNTED_STEPS == 0
+        if not is_counted:
             return
         predictor.observe(layer, ids)
         if following is None:
+            return
+        if not self.prefetch:  # only to know how right it would be
+            predictor.predict_experts(state(), following)
             return
         if self.meter.is_saturated():
             self.num_withheld += 1
@@ -92,6 +101,15 @@ class RoutedExperts:
             self.cache.prefetch(following, [expert + shift for expert in experts])
         else:
             self.cache.prefetch(following, experts, self._foreseen_neurons(now, following))
+
+    def observe_step(self, seconds: float, num_rows: int) -> None:
+        """The model took `seconds` for a step of `num_rows` rows."""
+        if self.predictor is None or self.predictor.needs_all_experts(num_rows):
+            return
+        self._num_small_steps += 1
+        if self.trial is not None:
+            self.trial.observe(seconds, num_rows)
+            self.prefetch = self.trial.is_on
 
     def _num_sparse(self) -> int:
         return 0 if self.rows is None or self.rows.sparse is None else int(self.rows.sparse.sum())
@@ -118,7 +136,7 @@ class RoutedExperts:
     def stats(self) -> ExpertStats:
         """A snapshot; called from the thread that computes."""
         cache, counts, link = self.cache, self.cache.counts, self.cache.copier.counts
-        accuracy = self.predictor.accuracy if self.prefetch and self.predictor else {}
+        accuracy = {} if self.predictor is None else self.predictor.accuracy
         return ExpertStats(
             num_slots=cache.num_slots,
             num_experts=cache.manifest.num_all,

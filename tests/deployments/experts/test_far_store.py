@@ -36,7 +36,7 @@ from tests.deployments.ports import free_port
 
 ENGINE = EngineConfig(
     model="builtin-moe", weights="fp32", device="cpu", num_blocks=300, max_num_seqs=8, threads=1,
-    expert_cache_gb=0.006, expert_prefetch=True, expert_store="one",
+    expert_cache_gb=0.006, expert_prefetch="on", expert_store="one",
 )  # fmt: skip
 PROMPTS = [list(range(9 + n, 19 + n)) for n in range(8)]
 NUM_TOKENS = 40

@@ -234,7 +234,7 @@ def test_killed_under_load():
     """
     engine = EngineConfig(
         model="builtin-moe", weights="fp32", device="cpu", num_blocks=300, max_num_seqs=8,
-        threads=1, expert_cache_gb=0.006, expert_prefetch=True,
+        threads=1, expert_cache_gb=0.006, expert_prefetch="on",
     )  # fmt: skip
     port = free_port()
     config = ServeConfig(

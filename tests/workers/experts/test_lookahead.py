@@ -99,13 +99,22 @@ def test_likeliest_first_and_all_where_all_are_wanted():
 
 
 def test_no_prefetch():
-    """Nothing comes ahead that is not certain; the experts of a prompt, all of them, are."""
+    """Nothing comes ahead that is not certain; the experts of a prompt, all of them, are. What
+    would have been predicted is counted all the same, in one step of sixteen."""
     model = load("mixtral", prefetch=False)
     logits_of(model, random_prompt(1), 2)
     assert model.routed.stats().num_prefetched == 0 == model.routed.stats().prefetch_bytes
     logits_of(model, random_prompt(9), 0)
     model.routed.close()
-    assert model.routed.stats().num_prefetched and not model.routed.stats().by_layer
+    assert model.routed.stats().num_prefetched
+    counted = [each.num_routed for each in model.routed.stats().by_layer]
+    assert sum(counted) > 0
+    logits_of(model, random_prompt(1), 20)
+    model.routed.observe_step(0.01, 1)
+    logits_of(model, random_prompt(1), 20)  # of these steps none is counted
+    assert [each.num_routed for each in model.routed.stats().by_layer][1:] == [
+        num + 21 * 2 for num in counted[1:]
+    ]
 
 
 def test_a_saturated_link():

@@ -32,7 +32,7 @@ from penstock.deployments.ingress.metrics.collector import ModelSources, Penstoc
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.workers.execution.timing import PHASES
 from penstock.workers.request import Delta, FirstTokenTimes
-from penstock.workers.stats import EngineStats, WorkerInfo
+from penstock.workers.stats import DeferralStats, EngineStats, WorkerInfo
 from tests.deployments.serving import EngineBackend, ScriptedBackend, Serving, reference_ids
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
@@ -421,3 +421,38 @@ def test_what_the_gate_reports_of_retry_after_is_shown():
     assert samples["penstock_gate_retry_after_factor", None] == 0.75
     assert samples["penstock_gate_retry_after_judged_total", "in_time"] == 6
     assert samples["penstock_gate_retry_after_judged_total", "late"] == 4
+
+
+def test_commit_or_recompute_has_its_numbers_and_decisions() -> None:
+    stats = EngineStats(
+        deferral=DeferralStats(
+            ridge_tokens=12.0,
+            read_s_per_token=1e-6,
+            compute_s_per_token=2e-3,
+            num_decisions={"free": 3, "cheaper": 2, "dearer": 1, "limit": 0},
+            compute_s=0.5,
+            load_s=0.75,
+        )
+    )
+    info = WorkerInfo(ENGINE, epoch=1, token="", pid=1, model="builtin", max_model_len=512)
+    eager = WorkerInfo("other", epoch=2, token="", pid=1, model="builtin", max_model_len=512)
+    collector = PenstockCollector(
+        RequestMetrics("builtin", 512), lambda: [(info, stats), (eager, EngineStats())]
+    )
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if sample.name.startswith(("penstock_commit", "penstock_ridge", "penstock_compute_s"))
+    }
+    of = ("builtin", ENGINE)
+    assert found == {
+        ("penstock_ridge_tokens", *of): 12.0,
+        ("penstock_compute_seconds_per_token", *of): 2e-3,
+        ("penstock_commit_decisions_total", *of, "free"): 3,
+        ("penstock_commit_decisions_total", *of, "cheaper"): 2,
+        ("penstock_commit_decisions_total", *of, "dearer"): 1,
+        ("penstock_commit_decisions_total", *of, "limit"): 0,
+        ("penstock_commit_compared_seconds_total", *of, "td"): 0.5,
+        ("penstock_commit_compared_seconds_total", *of, "tl"): 0.75,
+    }

