@@ -156,6 +156,7 @@ TABLES: dict[str, Table] = {
     "streaming-quality-smollm2": Table(
         ["streaming-quality/xeon-avx512-smollm2"], memory.streaming_quality
     ),
+    "long-quality": Table(["streaming-quality/epyc-smollm2-engine"], memory.long_quality),
     "endless": Table(["endless/xeon-amx"], memory.endless),
     "second-turn": Table(["second-turn/xeon-amx-smollm2"], memory.second_turn),
     "expert-quality": Table(
@@ -164,6 +165,7 @@ TABLES: dict[str, Table] = {
     "expert-accuracy": Table(["expert-accuracy/xeon-avx512"], memory.expert_accuracy),
     "expert-memory": Table(["expert-memory/xeon-avx512"], memory.expert_memory),
     "expert-speed": Table(["expert-speed/xeon-avx512"], memory.expert_speed),
+    "expert-auto": Table(["expert-speed/epyc-auto"], memory.expert_speed),
     "expert-formats": Table(["expert-speed/xeon-avx512-formats"], memory.expert_speed),
     "expert-compact": Table(["expert-compact/xeon-avx512"], memory.expert_compact),
 }

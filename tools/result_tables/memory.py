@@ -171,6 +171,19 @@ def deferral_map(result: Result) -> str:
     return markdown(head, rows)
 
 
+def long_quality(result: Result) -> str:
+    """Perplexity by the engine over a long text, by stretches of it."""
+    stretches = max((row["stretches"] for row in result.figures["rows"]), key=len)
+    head = ("policy (sinks + window)", "roll", "perplexity",
+            *(f"{each['from']:,} to {each['to']:,}" for each in stretches))  # fmt: skip
+    rows = []
+    for row in result.figures["rows"]:
+        cells = [fixed(each["perplexity"], 1) for each in row["stretches"]]
+        cells += [""] * (len(stretches) - len(cells))
+        rows.append((row["policy"], row["roll"], fixed(row["perplexity"], 1), *cells))
+    return markdown(head, rows)
+
+
 def streaming_quality(result: Result) -> str:
     """Perplexity by context policy, and against the same window computed from scratch."""
     change = {

@@ -42,13 +42,14 @@ class StepTime:
         """Linear layers and attention run one after another; within each, reads overlap."""
         return max(self.weights_s, self.linear_s) + max(self.kv_s, self.attention_s)
 
-    # memory_s and compute_s have no caller yet: `penstock plan` is to show both times.
     @property
     def memory_s(self) -> float:
+        """Seconds of reading."""
         return self.weights_s + self.kv_s
 
     @property
     def compute_s(self) -> float:
+        """Seconds of computing."""
         return self.linear_s + self.attention_s
 
 

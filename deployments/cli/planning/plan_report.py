@@ -22,6 +22,8 @@ class Row:
     num_blocks: int
     batch: int
     step_ms: float | None
+    memory_ms: float | None  # of it, what is read: weights, K and V
+    compute_ms: float | None  # and what is computed; the two overlap in part
     tokens_per_s: float | None
     ridge_tokens: float
     link_threshold_gb_per_s: float
@@ -41,6 +43,7 @@ def row_of(
     chosen = largest if batch is None else min(batch, largest)
     chunk = roofline.batched_tokens
     fits = chosen > 0
+    step = roofline.decode(chosen, context) if fits else None
     return Row(
         weights=roofline.weights,
         kv=roofline.kv,
@@ -48,7 +51,9 @@ def row_of(
         kv_bytes_per_token=roofline.kv_bytes_per_token,
         num_blocks=roofline.num_blocks,
         batch=chosen,
-        step_ms=roofline.decode(chosen, context).seconds * 1e3 if fits else None,
+        step_ms=None if step is None else step.seconds * 1e3,
+        memory_ms=None if step is None else step.memory_s * 1e3,
+        compute_ms=None if step is None else step.compute_s * 1e3,
         tokens_per_s=roofline.tokens_per_s(chosen, context) if fits else None,
         ridge_tokens=roofline.ridge_tokens,
         link_threshold_gb_per_s=roofline.link_threshold() / 1e9,
@@ -65,17 +70,20 @@ def table(device: Device, rows: Sequence[Row], prompt_lens: Sequence[int]) -> st
         f"{device.name}: {device.memory_bytes / 1e9:.0f} GB, {device.bandwidth / 1e9:.0f} GB/s, "
         f"{device.peak('bf16') / 1e12:.0f} TFLOP/s bf16 ({device.source})"
     )
-    heads = ["weights", "kv", "weights GB", "blocks", "batch", "step ms", "tokens/s", "nt"]
+    heads = ["weights", "kv", "weights GB", "blocks", "batch", "step ms", "memory ms", "compute ms"]
+    heads += ["tokens/s", "nt"]
     heads += [f"TTFT {n}" for n in prompt_lens]
     costs = any(row.cost_per_million is not None for row in rows)
     lines = [title, _line([*heads, *["cost/M"] * costs])]
     for row in rows:
         cells = [row.weights, row.kv, f"{row.weight_gb:.1f}"]
-        if row.ttft_ms is None or row.step_ms is None or row.tokens_per_s is None:
+        times = (row.step_ms, row.memory_ms, row.compute_ms, row.tokens_per_s)
+        if row.ttft_ms is None or None in times:
             lines.append(_line(cells) + "   does not fit")
             continue
-        cells += [str(row.num_blocks), str(row.batch), _short(row.step_ms)]
-        cells += [_short(row.tokens_per_s), f"{row.ridge_tokens:.0f}"]
+        cells += [str(row.num_blocks), str(row.batch)]
+        cells += [_short(each) for each in times if each is not None]
+        cells += [f"{row.ridge_tokens:.0f}"]
         cells += [_short(each) for each in row.ttft_ms.values()]
         cells += [_short(row.cost_per_million)] if row.cost_per_million is not None else []
         lines.append(_line(cells))

@@ -52,7 +52,11 @@ def test_figures_are_the_rooflines(tmp_path, capsys):
             if batch == 0:
                 assert row["step_ms"] is row["ttft_ms"] is row["cost_per_million"] is None
                 continue
-            assert row["step_ms"] == pytest.approx(bound.decode(batch, 1000).seconds * 1e3)
+            step = bound.decode(batch, 1000)
+            assert row["step_ms"] == pytest.approx(step.seconds * 1e3)
+            assert row["memory_ms"] == pytest.approx((step.weights_s + step.kv_s) * 1e3)
+            assert row["compute_ms"] == pytest.approx((step.linear_s + step.attention_s) * 1e3)
+            assert max(row["memory_ms"], row["compute_ms"]) <= row["step_ms"] * (1 + 1e-9)
             assert row["ttft_ms"]["3000"] == pytest.approx(bound.prefill_s(3000, 2048) * 1e3)
             assert row["cost_per_million"] == pytest.approx(2e6 / 3600 / row["tokens_per_s"])
     said = capsys.readouterr().out
