@@ -18,7 +18,7 @@ from penstock.deployments.gate.forecast.start_times import GIVEN_UP, StartTimes
 from penstock.deployments.gate.ledger import Ledger
 from penstock.deployments.gate.placement import Placement, WorkerShortlist
 from penstock.deployments.gate.running import RunningRequests
-from penstock.deployments.gate.types import GateSettings, Outcome, Refusal, Ticket, Wait
+from penstock.deployments.gate.types import GateSettings, Outcome, Reason, Refusal, Ticket, Wait
 from penstock.deployments.gate.wait_queue import GateQueue, Waiting
 
 
@@ -224,7 +224,7 @@ class QueueAdmission:
     def refuse(
         self,
         entry: Waiting,
-        reason: str,
+        reason: Reason,
         text: str,
         after_s: float,
         now: float,

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -165,12 +166,16 @@ class Ticket:
     quoted_wait_s: float = 0.0  # as predicted when it arrived
 
 
+Reason = Literal["queue_full", "too_long", "displaced", "never_fits", "no_worker"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Refused for now, or for good (`retry_after_s` is None)."""
 
     request_id: str
-    reason: str  # "queue_full", "too_long", "displaced", "never_fits", "no_worker"
+    reason: Reason
     message: str
     retry_after_s: float | None = None
 

@@ -80,7 +80,6 @@ ADMISSIONS: tuple[tuple[str, _Of], ...] = (
     ("ticket", lambda g: g.num_ticketed),
     ("fallback", lambda g: g.num_fallback),
 )
-REASONS = ("too_long", "queue_full", "displaced", "never_fits")
 RETRY_AFTER: tuple[tuple[str, _Of], ...] = (
     ("in_time", lambda g: g.figures.num_retry_after_in_time),
     ("late", lambda g: g.figures.num_retry_after_late),

@@ -14,13 +14,13 @@ from prometheus_client.core import (
     Metric,
 )
 
+from penstock.deployments.gate.types import REASONS
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.metrics.families import add, model_labels
 from penstock.deployments.ingress.metrics.gate_tables import (
     ADMISSIONS,
     GATE_COUNTERS,
     GATE_GAUGES,
-    REASONS,
     RETRY_AFTER,
     WAIT_HISTOGRAM,
 )

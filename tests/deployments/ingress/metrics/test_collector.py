@@ -423,6 +423,21 @@ def test_what_the_gate_reports_of_retry_after_is_shown():
     assert samples["penstock_gate_retry_after_judged_total", "late"] == 4
 
 
+def test_each_reason_for_which_the_gate_refuses_is_shown():
+    gate = GateClient("ingress", where=None)
+    reasons = ("queue_full", "too_long", "displaced", "never_fits", "no_worker")
+    for num, reason in enumerate(reasons, 1):
+        gate.figures.num_refused[reason] = num
+    collector = PenstockCollector(RequestMetrics("m", 9), tuple, gate)
+    shown = {
+        sample.labels["reason"]: sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if sample.name == "penstock_gate_refusals_total"
+    }
+    assert shown == {**{reason: num for num, reason in enumerate(reasons, 1)}, "expired": 0}
+
+
 def test_commit_or_recompute_has_its_numbers_and_decisions() -> None:
     stats = EngineStats(
         deferral=DeferralStats(
