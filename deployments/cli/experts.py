@@ -1,6 +1,7 @@
 """`penstock experts`: hit rates and transfers of each worker's expert cache, as a table.
 
-The figures are those of each worker's last heartbeat; no worker is called.
+The figures are those of each worker's last heartbeat; no worker is called. With --reload, the
+stores read their experts again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,23 @@ def run_experts(url: str, api_key: str | None, tls: ClientTls | None = None) -> 
     for worker, figures in found:
         print("\n".join(table(worker, figures)))
     return 0
+
+
+def run_reload(url: str, api_key: str | None, tls: ClientTls | None = None) -> int:
+    """Reload the expert stores; the exit status: 1 if there is none.
+
+    Raises ConfigError or ServerError.
+    """
+    with connect_http(url, "experts", api_key, tls) as server:
+        stores = server.post("/v1/penstock/experts/reload")["stores"]
+    for each in stores:
+        print(
+            f"{each['name']}: {each['num_experts']:,} experts read again, epoch {each['epoch']}; "
+            "workers change to it at their next heartbeat"
+        )
+    if not stores:
+        print("no model keeps its experts in a store")
+    return 0 if stores else 1
 
 
 def table(worker: str, figures: Figures) -> Iterator[str]:

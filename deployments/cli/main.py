@@ -82,6 +82,11 @@ def build_parser() -> argparse.ArgumentParser:
         "experts", help="show hit rates and transfers of a server's expert caches"
     )
     add_server_flags(experts)
+    experts.add_argument(
+        "--reload",
+        action="store_true",
+        help="have the expert stores read the model's experts again, and wait until they have",
+    )
     experts.set_defaults(run=_experts)
     add_quantize(commands, run_quantize)
     add_eval(commands, _eval)
@@ -174,9 +179,10 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _experts(args: argparse.Namespace) -> int:
-    from penstock.deployments.cli.experts import run_experts
+    from penstock.deployments.cli.experts import run_experts, run_reload
 
-    return run_experts(args.url, _api_key(args), tls_of(args, args.url))
+    run = run_reload if args.reload else run_experts
+    return run(args.url, _api_key(args), tls_of(args, args.url))
 
 
 def _status(args: argparse.Namespace) -> int:

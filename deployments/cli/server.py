@@ -112,6 +112,14 @@ class HttpServer:
             answer: dict[str, Any] = response.json()
             return answer
 
+    def post(self, path: str) -> dict[str, Any]:
+        """The JSON answer to POST `path`, without a body. Raises ServerError."""
+        with self._errors():
+            response = self._http.post(path)
+            _check(response)
+            answer: dict[str, Any] = response.json()
+            return answer
+
     def models(self) -> list[str]:
         answer = self.get("/v1/models")
         with self._errors():

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from penstock.deployments.config import LOOPBACK, ServeConfig
+from penstock.deployments.experts.reload import reload_stores
 from penstock.deployments.ingress.complaints import Complaints
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.connections import Connections, connections_for
@@ -177,6 +178,7 @@ async def open_listeners(
         origins=config.origins,
         metrics=MetricsPage(collector).text if config.api_metrics else None,
         fields=fields,
+        reload_stores=partial(reload_stores, config.app_name),
     )
     http = _http_server(config, app, core, connections, certificates)
     listener = _listen(config.host, config.http_port)

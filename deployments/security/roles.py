@@ -84,6 +84,7 @@ ROUTES: dict[tuple[str, str], Need] = {
     ("GET", "/metrics"): Role.METRICS,
     ("GET", "/load"): Role.METRICS,
     ("GET", "/v1/penstock/queue"): Role.QUEUE,
+    ("POST", "/v1/penstock/experts/reload"): Role.ADMIN,
 }
 
 # By full name of the method.

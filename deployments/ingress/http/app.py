@@ -48,6 +48,7 @@ from penstock.deployments.ingress.http.static import (
     add_console_routes,
 )
 from penstock.deployments.ingress.http.status.cluster import View, Workers, add_status_route
+from penstock.deployments.ingress.http.status.experts import ReloadStores, add_reload_route
 from penstock.deployments.ingress.http.status.queue import add_queue_route
 from penstock.deployments.ingress.http.status.request import add_request_route
 from penstock.deployments.ingress.journal.journals import Journals
@@ -85,6 +86,7 @@ def build_app(
     origins: Sequence[str] = (),
     metrics: Callable[[], bytes] | None = None,
     fields: FieldPolicy | None = None,
+    reload_stores: ReloadStores | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -98,6 +100,8 @@ def build_app(
     any. `origins`: of pages whose browsers may use this; "*": all. `metrics`: Prometheus' text of
     them, from any thread; None: there is no /metrics, /ping or /load.
     `fields`: what is done with fields of bodies that are not served; None: they are refused.
+    `reload_stores`: has the expert stores read their experts again; None: there are
+    none.
     """
     calls = None if journals is None else JournalledCalls(journals)
     jobs, keys, fields = jobs or JobBoard(), keys or ApiKeys(), fields or FieldPolicy()
@@ -149,6 +153,7 @@ def build_app(
         gates = {} if gate is None else {core.models()[0].name: gate}
     add_queue_route(app, core, gates, admission)
     add_request_route(app, core, gates)
+    add_reload_route(app, reload_stores)
     _add_service_routes(app, core, view)
     if metrics is not None:
         _add_metric_routes(app, core, view, metrics)

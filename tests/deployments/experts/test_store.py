@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.deployments.cli import main as cli
 from penstock.deployments.cli.experts import table
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
@@ -227,7 +228,7 @@ def test_models_that_have_no_such_experts(spec):
         ExpertStore(twice).manifest()
 
 
-def test_killed_under_load():
+def test_killed_under_load(capsys):
     """Two workers and their store: it is killed, streams go on, it comes back and reads nothing.
 
     The oracle is the same prompt before. In the end nothing is left in shared memory.
@@ -275,7 +276,8 @@ def test_killed_under_load():
         some = [(0, 3, np.array([4, 5, 300])), (3, 1, np.arange(352))]
         for mine, theirs in zip(far.gather(some), ExpertFile(reborn).gather(some), strict=True):
             assert np.array_equal(mine, theirs)
-        client.call_now("reload")
+        assert cli.main(["experts", "--reload", "--url", url]) == 0
+        assert "32 experts read again, epoch 2" in capsys.readouterr().out
         deadline_s = time.monotonic() + 60
         while {each.epoch for each in workers()} != {2}:
             assert time.monotonic() < deadline_s, "workers do not follow to the new epoch"

@@ -29,6 +29,7 @@ from penstock.workers.request import (
     SamplingParams,
     TokenLogprob,
 )
+from penstock.workers.stats import MemoryEvent
 
 STAYS = {
     SamplingParams: {"stop"},
@@ -161,10 +162,11 @@ def test_a_step_of_tokens_travels_in_columns():
         12: Delta("f", [5], logprobs=[TokenLogprob(5, -1.0, 1)]),
         13: Delta("g", [], FinishReason.ERROR, error="overloaded"),
         14: Delta("h", [0]),
+        15: Delta("i", [5], events=[MemoryEvent("preempted", 3, 40)]),
     }
     step = pb.Step.FromString(step_message(pending).SerializeToString())
     assert dict(zip(step.stream_ids, step.token_ids, strict=True)) == {7: 2**31, 8: 5, 14: 0}
     whole = {message.stream_id: message for message in step.deltas}
-    assert whole.keys() == {9, 10, 11, 12, 13}
+    assert whole.keys() == {9, 10, 11, 12, 13, 15}
     for stream_id, message in whole.items():
         assert delta_from(message, pending[stream_id].request_id) == pending[stream_id]

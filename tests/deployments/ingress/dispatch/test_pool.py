@@ -39,7 +39,7 @@ from penstock.workers.request import (
     SamplingParams,
     TokenLogprob,
 )
-from penstock.workers.stats import WorkerInfo
+from penstock.workers.stats import MemoryEvent, WorkerInfo
 from tests.deployments.ingress.dispatch.peers.raw_ingress import (
     challenged,
     framed,
@@ -581,6 +581,8 @@ def test_joined_deltas_are_as_if_both_had_come_in_one_step():
         setattr(last, name, value)
     whole = scored([1, 2], FinishReason.STOP, stop_token_id=2, prompt=(8, 9))
     whole.times, whole.engine, whole.computes = first.times, "w", first.computes
+    first.events, last.events = [MemoryEvent("preempted", 1, 9)], [MemoryEvent("decided", 2, 1)]
+    whole.events = [*first.events, *last.events]
     for name, value in said.items():
         setattr(whole, name, value)
     # Nothing that a delta of a worker can say is left out of this test.
