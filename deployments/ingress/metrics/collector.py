@@ -33,6 +33,7 @@ from penstock.deployments.ingress.metrics.families import (
     of_journals,
     of_loop,
     of_lost,
+    of_table,
 )
 from penstock.deployments.ingress.metrics.gates import of_gates
 from penstock.deployments.ingress.metrics.tables import (
@@ -142,16 +143,8 @@ class PenstockCollector(Collector):
 
     def _of_workers(self, workers: Sequence[tuple[WorkerInfo, EngineStats]]) -> Iterator[Metric]:
         named = [((info.model, info.address), stats) for info, stats in workers]
-        for name, text, value in WORKER_GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            for labels, stats in named:
-                gauge.add_metric(labels, value(stats))
-            yield gauge
-        for name, text, value in WORKER_COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=LABELS)
-            for labels, stats in named:
-                counter.add_metric(labels, value(stats))
-            yield counter
+        yield from of_table(GaugeMetricFamily, WORKER_GAUGES, LABELS, named)
+        yield from of_table(CounterMetricFamily, WORKER_COUNTERS, LABELS, named)
         tokens = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens computed in one step.", labels=LABELS
         )
@@ -210,16 +203,8 @@ class PenstockCollector(Collector):
 def _of_experts(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
     """The metrics of the workers that have an expert cache."""
     named = [(labels, stats.experts) for labels, stats in workers if stats.experts is not None]
-    for name, text, value in EXPERT_GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=LABELS)
-        for labels, experts in named:
-            gauge.add_metric(labels, value(experts))
-        yield gauge
-    for name, text, value in EXPERT_COUNTERS:
-        counter = CounterMetricFamily(name, text, labels=LABELS)
-        for labels, experts in named:
-            counter.add_metric(labels, value(experts))
-        yield counter
+    yield from of_table(GaugeMetricFamily, EXPERT_GAUGES, LABELS, named)
+    yield from of_table(CounterMetricFamily, EXPERT_COUNTERS, LABELS, named)
     lookups = CounterMetricFamily(
         "penstock_expert_lookups",
         "Experts that steps needed, by how much of them was on the device.",

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock.deployments.ingress.metrics.families import LABELS
-from penstock.workers.stats import EngineStats
+from penstock.deployments.ingress.metrics.families import LABELS, of_table
+from penstock.workers.stats import DeferralStats, EngineStats
 
-_GAUGES = (
-    ("penstock_ridge_tokens", "Rows that a step computes in the time of one.", "ridge_tokens"),
+_GAUGES: tuple[tuple[str, str, Callable[[DeferralStats], float]], ...] = (
+    (
+        "penstock_ridge_tokens",
+        "Rows that a step computes in the time of one.",
+        lambda d: d.ridge_tokens,
+    ),
     (
         "penstock_read_seconds_per_token",
         "Time by which a cached token makes a step longer.",
-        "read_s_per_token",
+        lambda d: d.read_s_per_token,
     ),
     (
         "penstock_compute_seconds_per_token",
         "Time by which a token beyond the ridge makes a step longer.",
-        "compute_s_per_token",
+        lambda d: d.compute_s_per_token,
     ),
 )
 
@@ -27,11 +31,7 @@ _GAUGES = (
 def of_deferral(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
     """Those that decide report nt, the costs, and their decisions."""
     named = [(labels, stats.deferral) for labels, stats in workers if stats.deferral is not None]
-    for name, text, field in _GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=LABELS)
-        for labels, each in named:
-            gauge.add_metric(labels, getattr(each, field))
-        yield gauge
+    yield from of_table(GaugeMetricFamily, _GAUGES, LABELS, named)
     decisions = CounterMetricFamily(
         "penstock_commit_decisions",
         "Decisions to store new tokens or to compute them again; free and cheaper: not stored.",

@@ -5,8 +5,9 @@ collector.py collects them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
+from typing import TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,6 +24,25 @@ from penstock.deployments.security.certificates import Certificates
 from penstock.workers.stats import Distribution
 
 LABELS = ("model_name", "engine")  # of series of a worker
+
+
+Entry = TypeVar("Entry")
+
+
+def of_table(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    table: Iterable[tuple[str, str, Callable[[Entry], float]]],
+    names: Sequence[str],
+    entries: Iterable[tuple[Sequence[str], Entry]],
+) -> Iterator[Metric]:
+    """A family for each row (name, help, value) of the table. `names`: of the labels; `entries`:
+    with their values."""
+    known = list(entries)
+    for name, text, value in table:
+        family = kind(name, text, labels=names)
+        for labels, entry in known:
+            family.add_metric(labels, value(entry))
+        yield family
 
 
 def model_labels(by_model: Mapping[tuple[str, ...], object]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 
 from penstock.deployments.gate.types import REASONS
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
-from penstock.deployments.ingress.metrics.families import add, model_labels
+from penstock.deployments.ingress.metrics.families import add, model_labels, of_table
 from penstock.deployments.ingress.metrics.gate_tables import (
     ADMISSIONS,
     GATE_COUNTERS,
@@ -31,16 +31,8 @@ Gates = Mapping[tuple[str, ...], GateClient]
 def of_gates(gates: Gates) -> Iterator[Metric]:
     """`gates`: by the values of the labels that tell models apart, of which one model has none."""
     names = model_labels(gates)
-    for name, text, value in GATE_GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=names)
-        for labels, gate in gates.items():
-            gauge.add_metric(labels, value(gate))
-        yield gauge
-    for name, text, value in GATE_COUNTERS:
-        counter = CounterMetricFamily(name, text, labels=names)
-        for labels, gate in gates.items():
-            counter.add_metric(labels, value(gate))
-        yield counter
+    yield from of_table(GaugeMetricFamily, GATE_GAUGES, names, gates.items())
+    yield from of_table(CounterMetricFamily, GATE_COUNTERS, names, gates.items())
     admitted = CounterMetricFamily(
         "penstock_admissions",
         "Requests of this ingress that were admitted: on credit, by ticket or as fallback.",
