@@ -59,9 +59,14 @@ class Scheduler:
         self._recomputed: float | None = None  # tokens per preemption: a running mean
         self._steps_to_end = FIRST_STEPS_TO_END  # between ends of sequences: a running mean
         self._num_steps = 0  # since the last sequence ended
-        self._num_cached = 0  # tokens whose K and V this step reads; with a deferral
+        self._num_cached = 0  # tokens whose K and V this step reads, where `defers_always`
         self._scratch: list[int] = []  # scratch blocks that this step has not used yet
         self.num_shortened_steps = 0
+
+    @property
+    def defers_always(self) -> bool:
+        """Whether tokens are deferred without need, for comparisons."""
+        return self.deferral is not None and self.deferral.mode == "always"
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -110,7 +115,7 @@ class Scheduler:
         unfinished = [seq for seq in self.running if not seq.is_fully_sampled]
         if not unfinished and not self.waiting:
             return False
-        if self.deferral is not None and self.deferral.mode == "always":
+        if self.defers_always:
             return False
         num_blocks = 0
         for seq in unfinished:
@@ -151,7 +156,7 @@ class Scheduler:
     def _schedule_decoding(self, plan: Plan, budget: int) -> int:
         """Plan the newest tokens of all decoding sequences; returns the rest of the budget."""
         decoding = [seq for seq in self.running if seq.is_decoding and not seq.is_fully_sampled]
-        if self.deferral is not None:
+        if self.defers_always:
             self._num_cached = sum(self._num_read(seq) for seq in decoding)
         for i, seq in enumerate(decoding, 1):
             length = seq.num_pending_tokens
@@ -185,7 +190,9 @@ class Scheduler:
         refund = 0
         while True:
             fits = self.cache.room_for(seq) - seq.num_computed_tokens
-            may_wait = self.deferral is not None and seq.is_decoding
+            # Nearly always there is room, and nothing to decide.
+            may_wait = self.defers_always or (self.deferral is not None and fits < length)
+            may_wait = may_wait and seq.is_decoding
             if may_wait and self._plan_deferred(seq, length, fits, plan, num_others):
                 return length - refund
             if fits > 0:
