@@ -42,7 +42,7 @@ from penstock.workers.structured.grammar import GrammarMatcher
 
 log = logging.getLogger("penstock.engine")
 
-RENEWAL_STEPS = 256  # after so many the costs of deferred commit are taken anew
+RENEWAL_STEPS = 256  # from one renewal of the costs that deferred commit compares to the next
 LOAD_WAIT_S = 0.01  # for a KV load, where nothing else can run; then `step` returns
 
 

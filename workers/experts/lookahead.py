@@ -100,6 +100,10 @@ class ExpertPredictor:
                 self._predicted_ids.pop(layer, None)
                 self._predicted_neurons.pop(layer, None)
 
+    def forget_experts(self, layer: int) -> None:
+        """The experts of the last one-row step are not those of the token before any more."""
+        self._before.pop(layer, None)
+
     def needs_all_experts(self, num_rows: int) -> bool:
         """Whether `num_rows` tokens, routed evenly, would leave out less than a quarter of the
         experts: (1 - k/E)^T <= 1/4."""

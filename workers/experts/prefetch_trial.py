@@ -66,7 +66,8 @@ class PrefetchTrial:
             self._other = None
             self._num_pairs += 1
         self._turn, self._left = [], TURN_STEPS
-        # on, off, off, on: a drift of the machine's speed favours neither.
+        # A pair begins with the way that ended the last one: a drift of the machine's speed
+        # favours neither.
         if self._other is not None:
             self.is_on = not self.is_on
         elif self._is_over():

@@ -24,7 +24,9 @@ from penstock.workers.experts.transfer_meter import TransferMeter
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.stats import ExpertStats, LayerAccuracy
 
-COUNTED_STEPS = 16  # without prefetch, the accuracy of predictions is counted in one of so many
+# Without prefetch the accuracy of predictions is counted in two steps, which follow one another, of
+# so many: the baseline is the experts of the token before.
+COUNTED_STEPS = 32
 WHOLE_SHARE = 0.75  # of an expert's neurons: if more are needed, the whole expert is loaded
 
 Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
@@ -83,8 +85,8 @@ class RoutedExperts:
                 first = self._shift()
                 self.cache.prefetch(following, range(first, first + predictor.num_experts))
             return
-        is_counted = self.prefetch or self._num_small_steps % COUNTED_STEPS == 0
-        if not is_counted:
+        if not self.prefetch and self._num_small_steps % COUNTED_STEPS > 1:
+            predictor.forget_experts(layer)
             return
         predictor.observe(layer, ids)
         if following is None:

@@ -100,21 +100,33 @@ def test_likeliest_first_and_all_where_all_are_wanted():
 
 def test_no_prefetch():
     """Nothing comes ahead that is not certain; the experts of a prompt, all of them, are. What
-    would have been predicted is counted all the same, in one step of sixteen."""
+    would have been predicted is counted all the same, in two steps of 32; the baseline only of
+    steps that follow one another."""
     model = load("mixtral", prefetch=False)
     logits_of(model, random_prompt(1), 2)
     assert model.routed.stats().num_prefetched == 0 == model.routed.stats().prefetch_bytes
     logits_of(model, random_prompt(9), 0)
     model.routed.close()
     assert model.routed.stats().num_prefetched
-    counted = [each.num_routed for each in model.routed.stats().by_layer]
-    assert sum(counted) > 0
+
+    def counts():
+        layers = model.routed.stats().by_layer
+        return sum(e.num_routed for e in layers), sum(e.num_repeated_routed for e in layers)
+
+    num_layers, top_k = 3, 2
+    before = counts()
+    assert before[0] > 0
+    for _ in range(2):
+        model.routed.observe_step(0.01, 1)
     logits_of(model, random_prompt(1), 20)
-    model.routed.observe_step(0.01, 1)
-    logits_of(model, random_prompt(1), 20)  # of these steps none is counted
-    assert [each.num_routed for each in model.routed.stats().by_layer][1:] == [
-        num + 21 * 2 for num in counted[1:]
-    ]
+    assert counts() == before, "these steps are not counted"
+    for _ in range(30):
+        model.routed.observe_step(0.01, 1)
+    logits_of(model, random_prompt(1), 0)  # the 33rd: its token before is not known
+    first = counts()
+    assert first == (before[0] + (num_layers - 1) * top_k, before[1])
+    logits_of(model, random_prompt(1), 0)
+    assert counts() == (first[0] + (num_layers - 1) * top_k, first[1] + num_layers * top_k)
 
 
 def test_a_saturated_link():
