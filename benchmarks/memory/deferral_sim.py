@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import cast
 
 from penstock.workers.memory.block_pool import BlockPool
 from penstock.workers.planning.roofline import Roofline
@@ -19,7 +20,7 @@ from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.plan import Plan
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.sequence import Sequence
-from penstock.workers.scheduling.swap import Swapped
+from penstock.workers.scheduling.swap import HostSwap, Swapped
 
 BLOCK_SIZE = 16
 MAX_DEFERRED = 64  # tokens of one sequence, the default of kv_defer_max_tokens
@@ -120,7 +121,7 @@ def run(case: Case, mode: str, seed: int, rounds: int = 8) -> Outcome:
     if case.link_bytes_per_s is not None:
         token_bytes, again_s = bound.kv_bytes_per_token, bound.compute_s_per_token
         link = SimulatedLink(case.link_bytes_per_s, token_bytes, again_s)
-        cache.swap = link  # type: ignore[assignment]
+        cache.swap = cast(HostSwap, link)  # it has all that the cache and the scheduler call
     if mode != "eager":
         rule = CommitRule(
             max(bound.ridge_tokens, 1.0),

@@ -7,6 +7,7 @@ measured here.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 
 from penstock.workers.errors import ConfigError, InvariantError
@@ -119,6 +120,7 @@ def device_named(name: str) -> Device:
 def device_like(card: str) -> Device:
     """The device of a card's own name, as "NVIDIA A100-SXM4-80GB"; of an unknown card the one with
     the fewest FLOPs for each byte, which promises least."""
-    known = [device for name, device in DEVICES.items() if name.lower() in card.lower()]
+    words = re.split(r"[^a-z0-9]+", card.lower())  # the L40S is no L4
+    known = [device for name, device in DEVICES.items() if name.lower() in words]
     cards = [device for name, device in DEVICES.items() if name != "cpu"]
     return known[0] if known else min(cards, key=lambda each: each.peak("bf16") / each.bandwidth)
