@@ -71,6 +71,12 @@ class _OperatorLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._computed = computed
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. Else PyTorch would import its compiler at the first operator:
+        seconds in the midst of a worker's first answer, and 100 MiB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable or not _is_view(result, args):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -127,3 +129,29 @@ def test_a_step_that_broke_while_it_was_recorded_is_not_kept(monkeypatch):
     want = answers(plain)
     assert answers(engine) == want, "the engine tries each of the step's sequences alone"
     assert num_calls > 1 and answers(engine)[0] == want[0]
+
+
+def test_no_answer_waits_for_pytorchs_compiler():
+    """Whatever a worker's first answers do, they do not import it, which takes seconds."""
+    program = """
+import sys, torch
+torch.set_num_threads(1)
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.models.loader import load_model
+from penstock.workers.request import Request, SamplingParams
+model = load_model("builtin", weights="int8", progress=False)
+engine = Engine(EngineConfig(num_blocks=60, threads=1), model)
+for i, temperature in enumerate((0.0, 1.0)):
+    params = SamplingParams(temperature=temperature, max_tokens=4, ignore_eos=True, logprobs=2)
+    engine.add(Request(str(i), (1, 2, 3), params))
+while engine.has_work():
+    engine.step()
+print(len(engine.executor.replay._recorded), "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    num_recorded, is_imported = done.stdout.split()
+    assert int(num_recorded) > 0, "no step was recorded"
+    assert is_imported == "False"
