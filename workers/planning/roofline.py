@@ -229,7 +229,7 @@ class Roofline:
     @property
     def pending_per_cached_token(self) -> float:
         """r = tl / td = kappa F / c B: tokens computed while one is read, if both overlapped
-        perfectly. No caller yet: for the rule of deferred commit that compares the two."""
+        perfectly; the published bound on the share of K and V that may stay uncommitted."""
         return self.read_s_per_token / self.compute_s_per_token
 
     def link_threshold(self, compute_share: float = 0.5) -> float:
