@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -51,6 +52,7 @@ AT_ONCE_S = 1.0  # for killed processes to end
 OBJECT_STORE_BYTES = 128 << 20  # tokens do not pass through Ray's object store
 DRAIN_SLACK_S = 2.0  # for ingresses to notice the drain, and to deregister after it
 PREDICTOR_FILE = "predictor.npz"
+GATE_S = 5.0  # longest that a start waits for the gate, without which it could serve
 UNHEALTHY_S = 120.0  # longest that a start waits for Serve to replace a replica that has died
 
 
@@ -171,7 +173,9 @@ class Cluster:
             )
 
     def wait_until_up(self, report: Callable[[ClusterView], None]) -> None:
-        """Return once every ingress is connected to every worker; calls `report` with each view.
+        """Return once every ingress is connected to every worker and, if it comes within GATE_S
+        of that, to the gate: before, workers admit requests by themselves. Calls `report` with
+        each view.
 
         On a cluster that exists: of this deployment, so once Serve has replaced the replicas of an
         earlier one. Raises StartError with the cause as soon as a replica cannot start.
@@ -179,6 +183,7 @@ class Cluster:
         from ray import serve
 
         config, next_status_s, healthy_s = self._config, 0.0, time.monotonic()
+        up_s = math.inf
         is_new = self._is_local
         while True:
             view = self.view()
@@ -191,7 +196,10 @@ class Cluster:
                 for each in config.each_model
             )
             if is_up and is_new:
-                return
+                up_s = min(up_s, time.monotonic())
+                has_gates = not any(each.lacks_gate for each in view.ingresses)
+                if has_gates or time.monotonic() > up_s + GATE_S:
+                    return
             if time.monotonic() >= next_status_s:
                 next_status_s = time.monotonic() + STATUS_EVERY_S
                 application = serve.status().applications.get(config.app_name)

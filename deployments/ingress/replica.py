@@ -178,7 +178,11 @@ class IngressReplica:
             if self._view.is_draining:
                 self._start_drain()
             lacks = any(each.pool.num_connected < each.config.min_workers for each in self._models)
-            await asyncio.sleep(STARTING_BEAT_S if lacks else BEAT_S)
+            await asyncio.sleep(STARTING_BEAT_S if lacks or self._lacks_gate else BEAT_S)
+
+    @property
+    def _lacks_gate(self) -> bool:
+        return any(each.gate is not None and not each.gate.is_connected for each in self._models)
 
     def _info(self) -> IngressInfo:
         config, metrics = self._config, self._listeners.metrics
@@ -194,6 +198,7 @@ class IngressReplica:
             metrics_address=metrics.address if metrics is not None else "",
             num_connections=self._listeners.num_connections,
             node=short_node(ray.get_runtime_context().get_node_id()),
+            lacks_gate=self._lacks_gate,
             is_draining=self._draining is not None,
             generation=0 if setup is None else setup.generation,
             digest=digest_of(self._setups),

@@ -47,6 +47,7 @@ class IngressInfo:
     # What an operator should know of tool calls, each with its model's name.
     tool_notes: tuple[tuple[str, str], ...] = ()
     workers_of: tuple[tuple[str, int], ...] = ()  # `num_workers` by the name of their model
+    lacks_gate: bool = False  # it is not connected with the gate of each model that has one
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from penstock.deployments.gate.wire import features_message, text_message
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
@@ -22,12 +22,13 @@ GATHER_S = 0.01  # longest delay of items that no request waits for
 REPORT_GATHER_S = 0.02
 TEXT_S = 0.05  # to the texts of admitted requests: their first step goes first
 MAX_FEATURES = 4096
+MAX_LABELS = 1024  # kept while the gate is away; older ones are dropped
 
 
 class GateOutbox:
     """The message that is being filled. Lives on one event loop.
 
-    Between streams only worker reports are kept: the next gate begins with them.
+    Between streams worker reports are kept, with which the next one begins, and answers' lengths.
     """
 
     def __init__(self, ingress_id: str, tokenizer_digest: str = "") -> None:
@@ -46,6 +47,7 @@ class GateOutbox:
         self._fresh: set[int] = set()  # epochs whose newest report is not sent yet
         self._features: OrderedDict[str, pb.Features] = OrderedDict()
         self._over: list[str] = []  # requests that have ended since the last message
+        self._labels: deque[pb.Label] = deque(maxlen=MAX_LABELS)  # of while the gate was away
 
     @property
     def next_number(self) -> int:
@@ -63,11 +65,17 @@ class GateOutbox:
     def open(self) -> None:
         """The gate has replied: from now on items are sent."""
         self._is_open = True
+        if self._labels:
+            self._message.labels.extend(self._labels)
+            self._labels.clear()
+            self._go_soon()
 
     def close(self) -> None:
         """The gate is gone."""
         self._is_open = False
         self._incomplete.clear()
+        self._labels.extend(self._message.labels)  # not sent
+        del self._message.labels[:]
 
     async def due(self) -> None:
         """Until there is something to send."""
@@ -141,13 +149,16 @@ class GateOutbox:
 
     def learn(self, request: AdmissionRequest, length: int, ended: str) -> None:
         """Report an answer's length, and why it ended: "stop", "length" or "cancel"."""
+        features = self._features_of(request)
+        label = pb.Label(
+            features=features, length=length, ended=ended, request_id=request.request_id
+        )
+        self._features.pop(request.request_id, None)
         if self._is_open:
-            features = self._features_of(request)
-            self._message.labels.add(
-                features=features, length=length, ended=ended, request_id=request.request_id
-            )
-            self._features.pop(request.request_id, None)
+            self._message.labels.append(label)
             self._go_soon()
+        else:  # the first requests may come before the gate, which starts later
+            self._labels.append(label)
 
     def report(self, address: str, epoch: int, report: channel_pb2.Report) -> None:
         """Forward a worker's report."""

@@ -197,6 +197,40 @@ def test_the_features_of_a_text_are_computed_once_for_the_end_and_the_length(mon
     with_outbox(scenario)
 
 
+def test_lengths_of_answers_are_kept_while_the_gate_is_away():
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.learn(request("sent"), 1, "stop")
+        outbox.take()
+        outbox.learn(request("not sent"), 2, "stop")
+        outbox.close()
+        for i in range(gate_outbox.MAX_LABELS):
+            outbox.learn(request(f"away {i}"), 3, "length")
+        outbox.begin()
+        assert not outbox.take().labels  # the gate has not replied: another may
+        outbox.open()
+        assert await is_due(outbox, 10)
+        labels = outbox.take().labels
+        assert names(labels) == [f"away {i}" for i in range(gate_outbox.MAX_LABELS)]  # the newest
+        outbox.close()
+        outbox.begin()
+        outbox.open()
+        assert not outbox.take().labels
+
+    with_outbox(scenario)
+
+
+def test_a_length_that_was_not_sent_goes_to_the_next_gate():
+    async def scenario(outbox: GateOutbox) -> None:
+        outbox.learn(request("a"), 2, "stop")
+        outbox.close()
+        outbox.begin()
+        outbox.take()
+        outbox.open()
+        assert names(outbox.take().labels) == ["a"]
+
+    with_outbox(scenario)
+
+
 def names(items: Any) -> list[str]:
     return [each.request_id for each in items]
 
