@@ -31,11 +31,19 @@ class QueueSettings:
     ageing: float = 0.05  # seconds of KV area that a second of waiting is worth
     prompt_charge: float = 1.0  # of a prompt token
     answer_charge: float = 2.0  # of an answer token
+    # By so much may a tenant run ahead of its share with requests whose deadlines are near.
+    deadline_loan: float = 2000.0
 
     def __post_init__(self) -> None:
         if self.max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, not {self.max_waiting}")
-        for name in ("max_wait_s", "ageing", "prompt_charge", "answer_charge"):
+        for name in (
+            "max_wait_s",
+            "ageing",
+            "prompt_charge",
+            "answer_charge",
+            "deadline_loan",
+        ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be 0 or more and finite, not {value}")

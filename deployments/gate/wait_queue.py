@@ -5,10 +5,13 @@
    Requests of LOWEST_PRIORITY, as those of batches, stay in theirs: they wait for as long as others
    do, and a batch whose time is at risk sends them at another priority.
 2. Within a class, the tenant that was served least: a virtual token counter ("VTC", arXiv
-   2401.00588) charged with the predicted length on admission and trued up at the end.
+   2401.00588) charged with the predicted length on admission and trued up at the end. A request
+   that has waited for half of its time to the deadline counts as if its tenant had been served
+   `deadline_loan` tokens less: it goes before other tenants' requests that can wait, and is charged
+   all the same. So a tenant that always names deadlines gets ahead by the loan once, and no more.
 3. Within a tenant: requests that a worker declined or lost, then overdue ones by arrival, then the
-   earliest deadline, then the smallest predicted KV area with ageing. So deadlines and short
-   answers change the order of a tenant's own requests only.
+   earliest deadline, then the smallest predicted KV area with ageing. So short answers change the
+   order of a tenant's own requests only.
 
 Bounded: a full queue refuses new requests, unless another tenant has more than its share of it.
 The caller passes the time.
@@ -58,6 +61,10 @@ class Waiting:
         if block_size not in self._candidates:
             self._candidates[block_size] = self.demand.candidate(block_size, self.remaining)
         return self._candidates[block_size]
+
+    def is_urgent(self, now: float) -> bool:
+        """Half of the time that it was given has passed."""
+        return self.deadline is not None and now - self.arrived >= self.deadline - now
 
     def continues_after(self, generated: int) -> None:
         """Its futures begin after that many tokens of its answer."""
@@ -245,6 +252,8 @@ class GateQueue:
         self, entry: Waiting, count: float, now: float, top: int
     ) -> tuple[int, float, int, str]:
         """Sort key among the first requests of the tenants, smallest first."""
+        if entry.is_urgent(now):
+            count -= self.settings.deadline_loan
         return (-self._class(entry, now, top), count, entry.number, entry.tenant)
 
     def _key(

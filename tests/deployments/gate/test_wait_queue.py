@@ -61,6 +61,10 @@ def naive_order(queue, entries, now):
     def rank(e):
         return top if overdue(e) and e.priority > LOWEST_PRIORITY else e.priority
 
+    def loan(e):
+        is_urgent = e.deadline is not None and e.deadline - now <= now - e.arrived
+        return queue.settings.deadline_loan if is_urgent else 0.0
+
     while left:
         tenants = []
         for tenant in "abc":
@@ -81,7 +85,7 @@ def naive_order(queue, entries, now):
                 tenants.append(min(line, key=lambda e: (e.area + 0.05 * e.arrived, e.number)))
         best = max(map(rank, tenants))
         tenants = [e for e in tenants if rank(e) == best]
-        chosen = min(tenants, key=lambda e: (counters[e.tenant], e.number))
+        chosen = min(tenants, key=lambda e: (counters[e.tenant] - loan(e), e.number))
         counters[chosen.tenant] += 1.0 * 10 + 2.0 * chosen.expected
         left.remove(chosen)
         order.append(chosen)
@@ -89,9 +93,14 @@ def naive_order(queue, entries, now):
 
 
 @settings(max_examples=300, deadline=None)
-@given(entries, st.integers(60, 99), st.lists(st.integers(0, 90), min_size=3, max_size=3))
-def test_order(entries, now, served):
-    queue = queue_of(entries)
+@given(
+    entries,
+    st.integers(60, 99),
+    st.lists(st.integers(0, 90), min_size=3, max_size=3),
+    st.sampled_from([0.0, 30.0, 2000.0]),
+)
+def test_order(entries, now, served, loan):
+    queue = queue_of(entries, deadline_loan=loan)
     for tenant, tokens in zip("abc", served):
         queue.counters.charge(tenant, float(tokens))
     got = [e.request_id for e in queue.order(float(now))]
@@ -123,6 +132,40 @@ def test_tenants_that_always_wait_are_served_alike(seed, weight):
         service[first.tenant] += 10 + 2 * first.expected
         scaled = [service["a"] / weight, service["b"], service["c"]]
         assert max(scaled) - min(scaled) <= 10 + 2 * 200
+
+
+def test_a_near_deadline_goes_before_other_tenants_requests():
+    """Once half of its time has passed; and its tenant pays for it."""
+    late, other = waiting(1, "a", arrived=0.0, deadline=20.0), waiting(2, "b", arrived=0.0)
+    queue = queue_of([late, other])
+    queue.counters.charge("a", 500.0)
+    assert [e.number for e in queue.order(9.9)] == [2, 1]
+    assert [e.number for e in queue.order(10.0)] == [1, 2]
+    queue.counters.charge("a", 1600.0)  # more than the loan ahead
+    assert [e.number for e in queue.order(10.0)] == [2, 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.sampled_from([0.0, 300.0, 2000.0]))
+def test_deadlines_gain_a_tenant_the_loan_once(seed, loan):
+    """a's requests are always urgent, b's and c's never: a runs ahead by the loan, and a charge."""
+    rng = random.Random(seed)
+    queue, number, service = queue_of([], deadline_loan=loan), 0, dict.fromkeys("abc", 0.0)
+    for _ in range(300):
+        for tenant in "abc":
+            while sum(e.tenant == tenant for e in queue.order(50.0)) < 2:
+                number += 1
+                deadline = 50.5 if tenant == "a" else None
+                expected = float(rng.randint(1, 40))
+                queue.add(waiting(number, tenant, expected=expected, deadline=deadline))
+        first = next(queue.order(50.0))
+        queue.remove(first.request_id)
+        queue.counters.charge(first.tenant, queue.charge_of(first))
+        service[first.tenant] += 10 + 2 * first.expected
+        ahead = service["a"] - min(service.values())
+        assert -90 <= ahead - min(loan, ahead) <= 90
+        assert max(service["b"], service["c"]) - min(service["b"], service["c"]) <= 90
+    assert loan - 90 <= service["a"] - service["b"] <= loan + 90
 
 
 def test_idleness_saves_up_nothing():
