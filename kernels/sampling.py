@@ -9,6 +9,8 @@ sort in either; else plain PyTorch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -26,7 +28,23 @@ class SamplingBackend(Protocol):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor: ...
 
 
+_plain = 0  # blocks of `plain_pytorch` that are open
+
+
+@contextmanager
+def plain_pytorch() -> Iterator[None]:
+    """Within the block, all threads sample by plain PyTorch, with a sort: for comparisons."""
+    global _plain
+    _plain += 1
+    try:
+        yield
+    finally:
+        _plain -= 1
+
+
 def _backend(logits: Tensor) -> SamplingBackend:
+    if _plain:
+        return reference
     if logits.is_cuda:
         return _triton()
     is_native = native.usable(logits) is not None and logits.stride(1) == 1

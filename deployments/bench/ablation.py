@@ -10,11 +10,15 @@ import dataclasses
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from penstock.deployments.bench.admission import Admission, Held, admission_of
 from penstock.deployments.bench.load import Job
+from penstock.kernels.sampling import plain_pytorch
 from penstock.workers.config import EngineConfig, KvFormat, WeightFormat
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
@@ -34,6 +38,10 @@ class Recipe:
     merges: bool = True  # prompts and decodes share a step
     is_continuous: bool = True  # requests join and leave at any step
     is_pipelined: bool = True  # text is made in parallel with the steps
+    is_chunked: bool = True  # a step takes a part of a long prompt
+    plans_ahead: bool = True  # the next step is planned while one runs (async scheduling)
+    samples_fast: bool = True  # without a sort; else plain PyTorch
+    caches_prefixes: bool = True
     admission: str = "predicted"
 
 
@@ -54,7 +62,11 @@ def parts_of(full: Recipe) -> list[Part]:
         Part("merge step", without(full, merges=False), "+100 %, with continuous batching"),
         Part(f"KV {full.kv}", without(full, kv="auto"), "2x requests"),
         Part(f"weights {full.weights}", without(full, weights="auto"), "about +100 %"),
-        Part("pipeline", without(full, is_pipelined=False), "10-20 %"),
+        Part("text beside the steps", without(full, is_pipelined=False), "10-20 %, pipeline"),
+        Part("async scheduling", without(full, plans_ahead=False), "10-20 %, pipeline"),
+        Part("chunked prefill", without(full, is_chunked=False), "shorter gaps, no rate"),
+        Part("fast sampling", without(full, samples_fast=False), "about +10 %"),
+        Part("prefix cache", without(full, caches_prefixes=False), "none"),
         Part("predicted admission", without(full, admission="reserve_max"), "none"),
     ]
 
@@ -68,6 +80,7 @@ class Run:
     most_running: int
     num_preemptions: int
     num_steps: int
+    gap_p99_ms: float  # between the tokens of a request
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,6 +126,7 @@ class _Answer:
     held: Held
     detokenizer: Detokenizer
     num_tokens: int = 0
+    last_s: float = 0.0  # when the newest token came
     text: list[str] = field(default_factory=list)
 
 
@@ -124,9 +138,11 @@ def serve_once(
     driver = ThreadedEngine(engine) if recipe.is_pipelined else InlineEngine(engine)
     rule = admission_of(recipe.admission, engine, max_tokens)
     before = engine.stats()
+    gaps: list[float] = []
     began_s = time.perf_counter()
     try:
-        most_running = _serve(driver, rule, tokenizer, calls, recipe, max_tokens)
+        with nullcontext() if recipe.samples_fast else plain_pytorch():
+            most_running = _serve(driver, rule, tokenizer, calls, recipe, max_tokens, gaps)
     finally:
         driver.close()
     wall_s, after = time.perf_counter() - began_s, engine.stats()
@@ -136,6 +152,7 @@ def serve_once(
         most_running,
         after.num_preemptions - before.num_preemptions,
         after.num_steps - before.num_steps,
+        1e3 * float(np.quantile(gaps, 0.99)) if gaps else 0.0,
     )
 
 
@@ -146,8 +163,10 @@ def _serve(
     calls: Sequence[Call],
     recipe: Recipe,
     max_tokens: int,
+    gaps: list[float],
 ) -> int:
-    """Run until every call has its tokens; the maximum number of concurrent answers."""
+    """Run until every call has its tokens; the maximum number of concurrent answers. Seconds
+    between the tokens of each are added to `gaps`."""
     wanted = {f"ablate-{i}": call for i, call in enumerate(calls)}
     prompts: dict[str, list[int]] = {}
     for request_id, call in wanted.items():
@@ -159,7 +178,10 @@ def _serve(
         if recipe.is_continuous or not answers:
             for held in rule.take():
                 answers[held.request_id] = _Answer(held, tokenizer.detokenizer())
-                params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+                params = SamplingParams(
+                    temperature=1.0, top_p=0.9, top_k=50, seed=len(answers),
+                    max_tokens=max_tokens, ignore_eos=True,
+                )  # fmt: skip
                 driver.submit(Request(held.request_id, tuple(prompts[held.request_id]), params))
         most = max(most, len(answers))
         for delta in driver.deltas():
@@ -168,6 +190,10 @@ def _serve(
                 continue
             if delta.error is not None:
                 raise RuntimeError(f"{delta.request_id}: {delta.error_message or delta.error}")
+            now_s = time.perf_counter()
+            if answer.num_tokens and delta.token_ids:
+                gaps.append(now_s - answer.last_s)
+            answer.last_s = now_s
             answer.num_tokens += len(delta.token_ids)
             answer.text.append(answer.detokenizer.feed(delta.token_ids))
             rule.progressed(delta.request_id, answer.num_tokens)
@@ -181,11 +207,20 @@ def _serve(
     return most
 
 
-def engine_for(model: Decoder, config: EngineConfig, recipe: Recipe) -> Engine:
+def engine_for(model: Decoder, config: EngineConfig, recipe: Recipe, longest_prompt: int) -> Engine:
     """A new engine with those parts of `recipe` that are engine settings."""
+    step_tokens = config.max_num_batched_tokens
+    if not recipe.is_chunked:  # room for a whole prompt beside all that decode
+        step_tokens = max(step_tokens, longest_prompt + config.max_num_seqs)
     return Engine(
         dataclasses.replace(
-            config, weights=recipe.weights, kv=recipe.kv, merge_steps=recipe.merges
+            config,
+            weights=recipe.weights,
+            kv=recipe.kv,
+            merge_steps=recipe.merges,
+            max_num_batched_tokens=step_tokens,
+            async_scheduling="on" if recipe.plans_ahead else "off",
+            prefix_cache=recipe.caches_prefixes,
         ),
         model,
     )
@@ -217,10 +252,11 @@ def ablate(
     order, so that a machine that slows down favours no recipe.
     """
     rows = [("everything", full), *((part.name, part.without) for part in parts_of(full))]
-    longest = max(call.job.prompt_tokens for call in calls) + max_tokens
+    longest_prompt = max(call.job.prompt_tokens for call in calls)
+    longest = longest_prompt + max_tokens
     for number in range(rounds):
         for name, recipe in rows if number % 2 == 0 else reversed(rows):
-            engine = engine_for(models(recipe.weights), config, recipe)
+            engine = engine_for(models(recipe.weights), config, recipe, longest_prompt)
             if engine.max_model_len < longest:
                 raise ConfigError(
                     f"the KV pool or the model takes {engine.max_model_len} tokens, and a request "

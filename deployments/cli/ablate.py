@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -40,7 +41,7 @@ def run_ablate(args: argparse.Namespace) -> int:
     def model(weights: str) -> Any:
         return load_model(folder, weights=weights, device=device, progress=not args.no_progress)
 
-    calls = _calls(jobs, args.seed)
+    calls = _calls(jobs, args.seed, args.shared_prefix)
     longest = max(job.output_tokens for job in jobs)
     max_tokens = args.max_tokens or LONGER * longest
     if max_tokens < longest:
@@ -52,7 +53,6 @@ def run_ablate(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_waiting=len(jobs),
-        prefix_cache=False,  # random words share no prefix
     )
     share = args.pool_share
     config = replace(config, kv_cache_gb=pool_gb(model("auto"), config, calls, share))
@@ -80,21 +80,25 @@ def run_ablate(args: argparse.Namespace) -> int:
 
 
 def table(full: Recipe, runs: Mapping[str, Sequence[Run]]) -> str:
-    """Lines for the terminal: medians, and the gain of each part next to the published gain."""
+    """Lines for the terminal: medians, and the gain of each part, with the 95 % confidence
+    interval of its mean over the rounds, next to the published gain."""
     published = {part.name: part.published for part in parts_of(full)}
-    head = ("without", "tokens/s", "gain of the part", "at once", "preempted", "steps", "published")
-    rows = [head]
-    everything = _median(runs["everything"], "tokens_per_s")
+    rows = [
+        (
+            *("without", "tokens/s", "gain of the part", "gap p99 ms", "at once", "preempted"),
+            *("steps", "published"),
+        )
+    ]
     for name, each in runs.items():
         rate = _median(each, "tokens_per_s")
-        gains = [a.tokens_per_s / b.tokens_per_s - 1 for a, b in zip(runs["everything"], each)]
-        spread = f"{min(gains):+.0%} to {max(gains):+.0%}"
         is_full = name == "everything"
+        gain, low, high = gain_of(runs["everything"], each)
         rows.append(
             (
                 "nothing" if is_full else name,
                 f"{rate:.1f}",
-                "" if is_full else f"{everything / rate - 1:+.0%} ({spread})",
+                "" if is_full else f"{gain:+.0%} ({low:+.0%} to {high:+.0%})",
+                f"{_median(each, 'gap_p99_ms'):.0f}",
                 f"{_median(each, 'most_running'):.0f}",
                 f"{_median(each, 'num_preemptions'):.0f}",
                 f"{_median(each, 'num_steps'):.0f}",
@@ -104,11 +108,44 @@ def table(full: Recipe, runs: Mapping[str, Sequence[Run]]) -> str:
     return "\n".join(aligned(rows))
 
 
+def gain_of(full: Sequence[Run], without: Sequence[Run]) -> tuple[float, float, float]:
+    """How much faster `full` is than the runs `without` a part, as a share, and the bounds of the
+    95 % confidence interval: of the mean logarithm of the rounds' ratios, by Student's t. The
+    bounds are those of the rounds themselves where there are fewer than three."""
+    logs = [math.log(a.tokens_per_s / b.tokens_per_s) for a, b in zip(full, without)]
+    mean, bounds = statistics.fmean(logs), (min(logs), max(logs))
+    if len(logs) > 2:
+        half = t_975(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        bounds = mean - half, mean + half
+    gain, low, high = (math.expm1(each) for each in (mean, *bounds))
+    return gain, low, high
+
+
+def t_975(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, for 2 degrees of freedom or more: within 1 % by the
+    expansion around the normal distribution (Abramowitz and Stegun 26.7.5)."""
+    if freedom < 3:
+        return 4.303
+    z, n = statistics.NormalDist().inv_cdf(0.975), freedom
+    terms = (
+        (z**3 + z) / (4 * n),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
+    )
+    return z + sum(terms)
+
+
 def _median(runs: Sequence[Run], name: str) -> float:
     return statistics.median(getattr(run, name) for run in runs)
 
 
-def _calls(jobs: Sequence[Job], seed: int) -> list[Call]:
-    """A text for each job, of at least as many tokens as its prompt wants."""
+def _calls(jobs: Sequence[Job], seed: int, num_shared: int) -> list[Call]:
+    """A text for each job, of at least as many tokens as its prompt wants; the first `num_shared`
+    words are the same in all."""
     rng = np.random.default_rng((seed, 3))
-    return [Call(" ".join(rng.choice(WORDS, size=job.prompt_tokens)), job) for job in jobs]
+    shared = rng.choice(WORDS, size=num_shared)
+
+    def text(job: Job) -> str:
+        return " ".join([*shared, *rng.choice(WORDS, size=job.prompt_tokens)])
+
+    return [Call(text(job), job) for job in jobs]

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.engine import add_batched_tokens, add_compute
-from penstock.deployments.cli.flags.types import positive, positive_int
+from penstock.deployments.cli.flags.types import non_negative_int, positive, positive_int
 from penstock.workers.config import WEIGHTS
 
 OFFLINE_EXAMPLES = """\
@@ -24,12 +24,15 @@ ABLATE_EXAMPLES = """\
 examples:
   penstock bench ablate                                      on the built-in model
   penstock bench ablate ./my-checkpoint --num-requests 48 --output-len 32:256 --rounds 5
+  penstock bench ablate --input-len 256:768 --shared-prefix 128 --max-num-batched-tokens 256
   penstock bench ablate --trace lengths.json --pool-share 0.25 --json out.json
 
 All requests are submitted at the start. The KV pool holds --pool-share of their tokens in the
 model's own KV format, so that memory is scarce. Every request has the limit --max-tokens; the
-engine never knows the true length. Compare within a run: every round serves the load with all parts
-and without each of them, and the table has the medians.
+engine never knows the true length; tokens are drawn with temperature 1, top_k 50 and top_p 0.9.
+Compare within a run: every round serves the load with all parts and without each of them. The table
+has medians, and the 95 % confidence interval of each gain over the rounds. Chunked prefill needs
+--max-num-batched-tokens below the prompts' length to matter, and the prefix cache --shared-prefix.
 """
 
 
@@ -54,8 +57,9 @@ def add_ablate(forms: Any, run: Callable[[argparse.Namespace], int]) -> None:
         forms,
         "ablate",
         help="what each part of the engine contributes to throughput",
-        description="Serve one load with all parts (mixed batches, quantised weights and KV, text "
-        "in parallel with the steps, predicted admission) and without each of them.",
+        description="Serve one load with all parts (mixed batches, chunked prefill, async "
+        "scheduling, quantised weights and KV, fast sampling, prefix cache, text in parallel with "
+        "the steps, predicted admission) and without each of them.",
         epilog=ABLATE_EXAMPLES,
     )
     _add_ablate_flags(ablate)
@@ -138,6 +142,13 @@ def _add_ablate_flags(parser: argparse.ArgumentParser) -> None:
         default=0.25,
         metavar="X",
         help="share of the load's tokens that the KV pool holds unquantised (default: 0.25)",
+    )
+    group.add_argument(
+        "--shared-prefix",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="words at the start that all prompts share, for the prefix cache (default: 0)",
     )
     group.add_argument(
         "--max-tokens",
