@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.workers.errors import ConfigError, InvariantError
 
@@ -43,6 +43,7 @@ WEIGHT_FORMATS = {
     "nf4": WeightCost(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
     "int8g": WeightCost(1 + 4 / 32, "bf16"),  # weight-only, a scale for 32: of GGUF files
 }
+ATTENTION = "attention"  # a key of Device.flops
 KV_FORMATS = {
     "fp32": KvCost(4),
     "bf16": KvCost(2),
@@ -53,9 +54,13 @@ KV_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The peak figures of one device: FLOP/s by format of the operands, bytes/s, bytes.
+    """The figures of one device: FLOP/s by format of the operands, bytes/s, bytes.
 
-    A format that `flops` lacks is computed in the next wider format that it has.
+    A format that `flops` lacks is computed in the next wider format that it has. A measured device
+    may have more: the rate of ATTENTION among `flops`; `reads`, bytes/s at which a product with one
+    row reads weights in a format; `layer_s` and `row_s`, what a layer and a
+    row of a step take besides; and not `overlaps`, if
+    reading and computing hide behind one another in part only.
     """
 
     name: str
@@ -63,6 +68,10 @@ class Device:
     bandwidth: float
     memory_bytes: float
     source: str
+    reads: dict[str, float] = field(default_factory=dict)
+    layer_s: float = 0.0
+    row_s: float = 0.0
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "memory_bytes"):
@@ -80,13 +89,18 @@ class Device:
                 return self.flops[name]
         raise InvariantError(f"{self.name} has no fp32")
 
+    def read(self, weights: str) -> float:
+        """Bytes/s at which weights in a format are read."""
+        return self.reads.get(weights, self.bandwidth)
+
     def at(self, compute_share: float, bandwidth_share: float) -> Device:
         """The same device, reaching only these shares of its peaks."""
         for name, share in (("compute", compute_share), ("bandwidth", bandwidth_share)):
             if not 0 < share <= 1:
                 raise ConfigError(f"share of peak {name} must be in (0, 1]; got {share}")
         flops = {name: peak * compute_share for name, peak in self.flops.items()}
-        return replace(self, flops=flops, bandwidth=self.bandwidth * bandwidth_share)
+        reads = {name: rate * bandwidth_share for name, rate in self.reads.items()}
+        return replace(self, flops=flops, bandwidth=self.bandwidth * bandwidth_share, reads=reads)
 
 
 def _flops(fp32: float, bf16: float, int8: float, fp8: float | None = None) -> dict[str, float]:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.planning.hardware import KV_FORMATS, WEIGHT_FORMATS, Device, WeightCost
+from penstock.workers.planning.hardware import (
+    ATTENTION,
+    KV_FORMATS,
+    WEIGHT_FORMATS,
+    Device,
+    WeightCost,
+)
 from penstock.workers.planning.parameters import count_parameters
 
 BLOCK_ALIGN_BYTES = 512  # as the arena's blocks
@@ -36,11 +42,16 @@ class StepTime:
     linear_s: float  # the products with them
     kv_s: float  # reading K and V
     attention_s: float  # the products with those
+    other_s: float = 0.0  # of a measured device: all besides
+    overlaps: bool = True  # reads and products of the same layer, fully
 
     @property
     def seconds(self) -> float:
-        """Linear layers and attention run one after another; within each, reads overlap."""
-        return max(self.weights_s, self.linear_s) + max(self.kv_s, self.attention_s)
+        """Linear layers and attention run one after another; within each, reads overlap. Where
+        they do in part, the corner of the roof is rounded: the root of the sum of squares."""
+        joined = max if self.overlaps else math.hypot
+        linear_s = joined(self.weights_s, self.linear_s)
+        return linear_s + joined(self.kv_s, self.attention_s) + self.other_s
 
     @property
     def memory_s(self) -> float:
@@ -292,15 +303,22 @@ class Roofline:
         head = n.head or n.embedding
         head_quantised = self.quantised_head or (self.quantised_embedding and not n.head)
         head_bytes = head * (self._head.bytes if head_quantised else fmt.other_bytes)
-        weights = (
-            self._linear_bytes + routed + n.other * fmt.other_bytes + head_bytes * (head_rows > 0)
-        )
+        plain = "bf16" if fmt.other_bytes == 2 else "fp32"
+        head_format = plain
+        if head_quantised:
+            head_format = "int8" if self.weights == "int4" else self.weights
+        head_s = head_bytes * (head_rows > 0) / self.device.read(head_format)
+        layers_s = (self._linear_bytes + routed) / self.device.read(self.weights)
+        other_s = n.other * fmt.other_bytes / self.device.read(plain)
+        attention_flops = self.device.flops.get(ATTENTION, self._exact_flops)
         head_peak = self._linear_flops if head_quantised else self._exact_flops
         return StepTime(
-            weights_s=weights / self.device.bandwidth,
+            weights_s=layers_s + head_s + other_s,
             linear_s=rows * self._token_s + head_rows * self.head_flops / head_peak,
             kv_s=read * self._kv_bytes_per_layer / self.device.bandwidth,
-            attention_s=4 * m.num_heads * m.head_dim * looked_at / self._exact_flops,
+            attention_s=4 * m.num_heads * m.head_dim * looked_at / attention_flops,
+            other_s=self.device.layer_s * m.num_layers + self.device.row_s * head_rows,
+            overlaps=self.device.overlaps,
         )
 
     def _seen(self, context: int) -> int:

@@ -18,17 +18,20 @@ examples:
   penstock plan Llama-3-8B                                 on every device of the table
   penstock plan Qwen2.5-7B --device L4,4090 --context 8192
   penstock plan ./my-checkpoint --device A100 --weights bf16,int4 --kv int8 --price-per-hour 1.8
+  penstock plan ./my-checkpoint --device here --batch 8    this machine, measured
   penstock plan Mixtral-8x7B --device H200 --json plan.json --plot plan.png
 
 Reading the table. blocks: KV blocks that fit next to weights and activations. batch: sequences of
 --context tokens that fit in them. step: one decode step of that batch. nt: the ridge, the tokens
 that a step computes in the time of one. TTFT: ms, for a prompt that runs alone. cost/M: of a
 million generated tokens. These are bounds, nothing can be faster: for an estimate give
---compute-share 0.5 --bandwidth-share 0.8, or the shares that you have measured.
+--compute-share 0.5 --bandwidth-share 0.8, or the shares that you have measured. `here` is
+measured: its figures are estimates, not bounds.
 
 models:  {", ".join(SHAPES)}
-devices: {", ".join(DEVICES)}
+devices: {", ".join(DEVICES)}, here
 """
+HERE = "here"  # the name of this machine as a device
 DEFAULT_CONTEXT = 2048
 WEIGHTS = "bf16,int8,fp8,int4,nf4"
 PROMPT_LENS = (128, 1024, 8192)
@@ -58,7 +61,11 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
 def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
     group = plan.add_argument_group("what to compare; comma-separated")
     group.add_argument(
-        "--device", default=",".join(DEVICES), metavar="NAMES", help="(default: all of them)"
+        "--device",
+        default=",".join(DEVICES),
+        metavar="NAMES",
+        help=f"of the table below, or {HERE}: this machine's CPU, measured in some seconds "
+        "(default: all of the table)",
     )
     group.add_argument(
         "--weights",

@@ -6,12 +6,14 @@ Checks the flags of flags/plan.py and reports; workers/planning/roofline.py does
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.deployments.bench import report
-from penstock.deployments.cli.flags.plan import DEFAULT_CONTEXT, PROMPT_LENS, WEIGHTS
+from penstock.deployments.cli.flags.plan import DEFAULT_CONTEXT, HERE, PROMPT_LENS, WEIGHTS
 from penstock.deployments.cli.planning import plan_report
 from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.errors import ConfigError
@@ -42,7 +44,7 @@ def run_plan(args: argparse.Namespace) -> int:
             f"--context {context} is longer than the model's {model.max_position_embeddings}"
         )
     lens = _prompt_lens(args.prompt_lens, model)
-    devices = [device_named(name) for name in _names("--device", args.device)]
+    devices = [_device(name, model) for name in _names("--device", args.device)]
     rooflines = {device.name: _rooflines(args, model, header, device) for device in devices}
     rows = {
         name: [
@@ -57,6 +59,8 @@ def run_plan(args: argparse.Namespace) -> int:
         print("\n" + plan_report.table(device, rows[device.name], lens))
     shares = f"{args.compute_share:.0%} of peak compute, {args.bandwidth_share:.0%} of bandwidth"
     print(f"\nBounds by the roofline at {shares}, not measurements; see `penstock plan --help`.")
+    if any(device.name == HERE for device in devices):
+        print(f"`{HERE}` is measured: an estimate for its CPU, not a bound.")
     if args.json is not None:
         found = [
             {**asdict(device), "rows": [asdict(row) for row in rows[device.name]]}
@@ -67,6 +71,16 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plan_report.plot(args.plot, rooflines, context, model.max_position_embeddings, args.model)
     return 0
+
+
+def _device(name: str, model: ModelConfig) -> Device:
+    """Of the table, or this machine, measured. Raises ConfigError."""
+    if name != HERE:
+        return device_named(name)
+    from penstock.deployments.cli.planning.measure import measured_here  # loads torch
+
+    print("measuring this machine's CPU (some seconds)", file=sys.stderr)
+    return measured_here(model, len(os.sched_getaffinity(0)))
 
 
 def _rooflines(

@@ -68,7 +68,7 @@ def table(device: Device, rows: Sequence[Row], prompt_lens: Sequence[int]) -> st
     """The rows of one device, for people."""
     title = (
         f"{device.name}: {device.memory_bytes / 1e9:.0f} GB, {device.bandwidth / 1e9:.0f} GB/s, "
-        f"{device.peak('bf16') / 1e12:.0f} TFLOP/s bf16 ({device.source})"
+        f"{device.peak('bf16') / 1e12:.3g} TFLOP/s bf16 ({device.source})"
     )
     heads = ["weights", "kv", "weights GB", "blocks", "batch", "step ms", "memory ms", "compute ms"]
     heads += ["tokens/s", "nt"]

@@ -12,7 +12,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.memory.arena import BLOCK_ALIGN_BYTES, BlockLayout
 from penstock.workers.memory.kv_format import DTYPES
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.planning.hardware import DEVICES, device_named
+from penstock.workers.planning.hardware import ATTENTION, DEVICES, device_named
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import BLOCK_ALIGN_BYTES as ROOFLINE_ALIGN_BYTES
 from penstock.workers.planning.roofline import Roofline, ridge_tokens
@@ -337,3 +337,29 @@ def test_names():
         DEVICES["L4"].at(0, 1)
     with pytest.raises(ConfigError, match="bandwidth must be positive"):
         replace(DEVICES["L4"], bandwidth=0)
+
+
+def test_a_measured_device_has_rates_of_its_own():
+    base = DEVICES["A100"]
+    measured = replace(
+        base,
+        flops={**base.flops, ATTENTION: 1e12},
+        reads={"int4": 1e12, "bf16": 5e11},
+        layer_s=1e-5,
+        row_s=2e-6,
+        overlaps=False,
+    )
+    model = roof("Llama-2-7B").model
+    plain, own = (Roofline(model, device, "int4").decode(9, 700) for device in (base, measured))
+    head = 32000 * 4096 * 2
+    norms = count_parameters(model).other * 2
+    layers_s = plain.weights_s - (head + norms) / base.bandwidth
+    assert own.weights_s == pytest.approx(
+        layers_s * base.bandwidth / 1e12 + (head + norms) / 5e11, rel=1e-6
+    )
+    assert own.attention_s == pytest.approx(plain.attention_s * base.peak("bf16") / 1e12)
+    assert own.other_s == pytest.approx(32e-5 + 9 * 2e-6) and plain.other_s == 0
+    parts = math.hypot(own.weights_s, own.linear_s) + math.hypot(own.kv_s, own.attention_s)
+    assert own.seconds == pytest.approx(parts + own.other_s)
+    halved = measured.at(1.0, 0.5)
+    assert (halved.read("int4"), halved.read("int8")) == (5e11, base.bandwidth / 2)

@@ -189,3 +189,29 @@ def test_bad_numbers(capsys):
     for flag in ("--price-per-hour", "--reserve-gb"):
         assert main(["plan", "Llama-3-8B", flag, "nan"]) == 2
         assert "nan is not a number from 0 on" in capsys.readouterr().err
+
+
+def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
+    """A quick look: each figure is there, and the step is slower than reading its weights."""
+    from penstock.deployments.cli.planning import measure
+
+    monkeypatch.setattr(measure, "SECONDS", 0.01)
+    monkeypatch.setattr(measure, "READ_BYTES", 4e6)
+    threads = torch.get_num_threads()
+    found = plan(
+        tmp_path,
+        *("builtin", "--device", "here,L4", "--weights", "bf16,int8,int4"),
+        *("--batch", "4", "--context", "256"),
+    )
+    assert torch.get_num_threads() == threads
+    here, table = found["devices"]
+    assert set(here["reads"]) == {"fp32", "bf16", "int8", "int4"} and not here["overlaps"]
+    assert (
+        set(here["flops"]) == {"fp32", "bf16", "int8", "attention"}
+        and here["layer_s"] >= 0 <= here["row_s"]
+    )
+    assert table["name"] == "L4" and not table["reads"]
+    for row in here["rows"]:
+        assert row["batch"] == 4 and row["step_ms"] >= row["memory_ms"] > 0
+    printed = capsys.readouterr()
+    assert "`here` is measured" in printed.out and "measuring this machine's CPU" in printed.err
