@@ -123,7 +123,8 @@ def check_data_dir(folder: Path) -> None:
 def _check_experts(engine: EngineConfig, scheme: StoredScheme | None) -> None:
     """Raise ConfigError where a setting needs neurons that the weight format cannot give."""
     if engine.moe_mode != "exact":
-        check_neurons(scheme, engine.weights, f"moe_mode {engine.moe_mode}")
+        who, has_copies = f"moe_mode {engine.moe_mode}", engine.moe_mode == "sparse"
+        check_neurons(scheme, engine.weights, who, has_copies=has_copies)
     elif engine.expert_cache_gb is not None and engine.moe_thresholds is not None:
         check_neurons(scheme, engine.weights, "moe_thresholds")
 

@@ -1,19 +1,15 @@
-"""An expert MLP in memory of a fixed size that is written neuron by neuron, and int8 neuron rows.
+"""An expert MLP in memory of a fixed size that is written neuron by neuron.
 
 A neuron's row is [gate | up | down], 3 * hidden numbers: row j of the gate and of the up matrix and
 column j of the down matrix, which is all that one inner unit of the expert needs. Rows are written
 into the layout in which `pack_linear` would leave the same matrices, so that a product has the same
 bits wherever its weight came from.
-
-The int8 copy of a row can be moved alone: 3 * d codes, then an fp32 scale for each `group` of
-numbers along d (the last group of a part may be shorter); value = code * scale.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from penstock.kernels.cpu import native
 from penstock.kernels.cpu.arguments import UNPACK_NEURONS
@@ -72,32 +68,3 @@ def _sizes(hidden: int, inner: int, dtype: torch.dtype, device: torch.device) ->
     shapes = (2 * inner, hidden), (hidden, inner)
     sizes = [-(-linear_bytes(*shape, dtype, device) // ALIGN_BYTES) for shape in shapes]
     return sizes[0] * ALIGN_BYTES, sizes[1] * ALIGN_BYTES
-
-
-MIN_SCALE = 1e-30  # a group of zeros divides by it
-
-
-def quantize_neurons(rows: Tensor, group: int) -> Tensor:
-    """`rows` [n, 3 * d] of any float dtype -> uint8 [n, 3 * (d + 4 * ceil(d / group))]; codes are
-    the nearest, half goes to even."""
-    num_rows, size = rows.shape[0], rows.shape[1] // 3
-    parts = pad(rows.float().view(num_rows, 3, size), (0, -size % group))
-    groups = parts.unflatten(2, (-1, group))
-    scales = (groups.abs().amax(3) / 127).clamp_(min=MIN_SCALE)
-    codes = (groups / scales[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-    codes = codes.flatten(2)[:, :, :size].reshape(num_rows, 3 * size)
-    wide = scales.view(num_rows, -1).contiguous().view(torch.uint8)
-    return torch.cat([codes.view(torch.uint8), wide], dim=1)
-
-
-def dequantize_neurons(quantized: Tensor, size: int, group: int) -> Tensor:
-    """The inverse of `quantize_neurons` for rows of d = `size`: fp32 [n, 3 * d]."""
-    num_rows, num_groups = quantized.shape[0], -(-size // group)
-    codes = quantized[:, : 3 * size].view(torch.int8).reshape(num_rows, 3, size)
-    scales = (
-        quantized[:, 3 * size :].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    )
-    scales = scales.view(num_rows, 3, num_groups)
-    groups = pad(codes.float(), (0, -size % group)).unflatten(2, (-1, group))
-    values = (groups * scales[..., None]).flatten(2)
-    return values[:, :, :size].reshape(num_rows, 3 * size)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear
+from penstock.kernels.neurons import PooledNeurons, neuron_mlp
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import combine, silu_mul, silu_mul_int8
 from penstock.kernels.types import PackedLinear
 
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
-# An expert that has tokens, and bool [n, I] (in the order of its n tokens) if only some neurons are
-# active.
-Visited = tuple[int, Expert, Tensor | None]
+# An expert that has tokens, or the neurons that each of them, in their order, uses of it.
+Visited = tuple[int, Expert | PooledNeurons]
 # Given the ids of the experts that have tokens, yields each once, in an order of its choice. An
 # expert is used only until the next one is requested.
 Visit = Callable[[list[int]], Iterator[Visited]]
@@ -107,14 +107,16 @@ def moe_mlp(
     torch.index_select(x, 0, order // top_k, out=grouped)
     ends = list(accumulate(counts))
     used = [expert for expert, count in enumerate(counts) if count]
-    in_turn = experts(used) if callable(experts) else ((e, experts[e], None) for e in used)
+    in_turn = experts(used) if callable(experts) else ((e, experts[e]) for e in used)
     at_once = max(1, inner.shape[0])
-    for expert, (gate_up, down), active in in_turn:
+    for expert, found in in_turn:
         routed = grouped[ends[expert] - counts[expert] : ends[expert]]
+        if isinstance(found, PooledNeurons):
+            neuron_mlp(routed, found, routed)
+            continue
         for first in range(0, counts[expert], at_once):
             rows = routed[first : first + at_once]
-            some = None if active is None else active[first : first + at_once]
-            gated_mlp(rows, gate_up, down, inner, out=rows, active=some)
+            gated_mlp(rows, *found, inner, out=rows)
     return combine(grouped, places.view_as(topk_ids), topk_weights, out)
 
 
@@ -126,26 +128,20 @@ def gated_mlp(
     out: Tensor,
     *,
     scales: Tensor | None = None,
-    active: Tensor | None = None,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
     `scales` fp32, T for each group of I: for those of that product where `down` takes int8, and
-    `x` may have its own there. `active` bool [T, I], for plain weights only: the neurons of each
-    row that count; the memory of the others must hold finite numbers, which have no effect.
+    `x` may have its own there.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
     if down.takes_int8:
-        assert active is None
         rows = Int8Rows.inside(gate, down.group, scales, hadamard=down.hadamard)
         rows = silu_mul_int8(both, out=rows)
         return linear(rows, down, out=out)
-    product = silu_mul(both, out=gate)
-    if active is not None:
-        product.masked_fill_(~active, 0)
-    return linear(product, down, out=out)
+    return linear(silu_mul(both, out=gate), down, out=out)
 
 
 def _on_gpu(packed: PackedLinear) -> bool:

@@ -28,7 +28,7 @@ LISTED: Mapping[str, str] = {
     "workers/memory/host_tier.py": _CHECKED,
     "workers/context_policy.py": "the values of a ContextSettings, which has checked them",
     "workers/experts/cache.py": _CALLERS,
-    "workers/experts/neurons.py": _CALLERS,
+    "workers/experts/neurons/scores.py": _CALLERS,
     "workers/experts/writer.py": _CALLERS,
     "workers/memory/arena.py": _CALLERS,
     "workers/memory/restore.py": _CALLERS,

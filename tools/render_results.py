@@ -112,7 +112,8 @@ TABLES: dict[str, Table] = {
     ),
     "two-commits-path": Table(["two-commits/epyc-path"], commits.path),
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
-    "ablation": Table(["ablation/xeon-avx512"], serving.ablation),
+    "ablation": Table(["ablation/epyc-zen4"], serving.ablation),
+    "planner": Table(["planner/epyc-zen4"], serving.planner),
     "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),
     "simulate-overload": _simulated("overload", "x86-64-saturation"),
     "simulate-generous": _simulated("generous", "x86-64-generous"),
@@ -166,8 +167,10 @@ TABLES: dict[str, Table] = {
     "expert-memory": Table(["expert-memory/xeon-avx512"], memory.expert_memory),
     "expert-speed": Table(["expert-speed/xeon-avx512"], memory.expert_speed),
     "expert-auto": Table(["expert-speed/epyc-auto"], memory.expert_speed),
-    "expert-formats": Table(["expert-speed/xeon-avx512-formats"], memory.expert_speed),
-    "expert-compact": Table(["expert-compact/xeon-avx512"], memory.expert_compact),
+    "expert-neurons": Table(["expert-speed/epyc-neurons"], memory.expert_speed),
+    "expert-many": Table(["expert-speed/epyc-64", "expert-speed/epyc-128"], memory.expert_speed),
+    "expert-formats": Table(["expert-speed/epyc-formats"], memory.expert_formats),
+    "expert-compact": Table(["expert-compact/epyc-zen4"], memory.expert_compact),
 }
 
 

@@ -15,8 +15,8 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.experts.checkpoint import CheckpointExperts
-from penstock.workers.experts.neurons import NeuronScores
-from penstock.workers.experts.thresholds import Calibration, ScoreHistograms
+from penstock.workers.experts.neurons.scores import NeuronScores
+from penstock.workers.experts.neurons.thresholds import Calibration, ScoreHistograms
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.quantization import check_neurons
 from penstock.workers.request import Request, SamplingParams

@@ -34,7 +34,7 @@ MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
 NUMERICS = (
     *("quantize_o", "quantize_lm_head", "int8_group", "int4_group", "int4_activations"),
     *("kv", "kv_group"),
-    *("expert_cache_gb", "moe_mode", "moe_keep", "moe_score"),
+    *("expert_cache_gb", "moe_mode", "moe_copies", "moe_keep", "moe_score"),
 )
 DEFAULT_KV_GROUP = 32  # kv_group auto, where 32 divides the head dimension
 
@@ -303,9 +303,13 @@ class ExpertOptions:
     )
     moe_mode: MoeMode = option(
         "exact",
-        "how cached experts compute; exact: bit for bit as without a cache; quantized: from int8 "
-        "copies, half the bytes; sparse: answer tokens use only the most important neurons. "
-        "Requests may ask for exact. Quantised weights allow only exact",
+        "how cached experts compute; exact: bit for bit as without a cache; quantized: from copies "
+        "in int8 or int4; sparse: answer tokens use only the most important neurons. Requests may "
+        "ask for exact. Weights int8 and int4 allow exact and sparse, other quantised ones exact",
+    )
+    moe_copies: Literal["int8", "int4"] = option(
+        "int8",
+        "moe_mode quantized: number format of the copies; int4 takes half, and is less exact",
     )
     moe_keep: float = option(
         0.5, "moe_mode sparse: mean share of an expert's neurons that a token uses", above=0, max=1

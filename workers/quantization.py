@@ -126,19 +126,29 @@ def weight_plan(
     return WeightPlan(head=head_format(scheme.formats[0]) if quantize_lm_head else None)
 
 
-def check_neurons(scheme: StoredScheme | None, weights: str, who: str) -> None:
-    """Raise ConfigError unless experts are plain numbers: only these can be divided into neurons,
-    because codes of a down matrix share scales across neurons. `who`: the setting that needs
-    neurons, for the message."""
+NEURON_COPIES = ("int8", "int4")  # weights whose experts may have copies by neurons
+
+
+def check_neurons(
+    scheme: StoredScheme | None, weights: str, who: str, *, has_copies: bool = False
+) -> None:
+    """Raise ConfigError unless experts are to be had by neurons. `who`: what needs that, for the
+    message; `has_copies`: copies by neurons in int8 or int4 do.
+
+    Codes of a quantised down matrix share scales across neurons, so neurons in codes are copies of
+    the original's; a checkpoint that is stored quantised has no original.
+    """
     if scheme is not None:
         raise ConfigError(
             f"{who} needs the single neurons of experts, and this checkpoint is quantised, so its "
             "experts are loaded whole: leave it out, or give the original checkpoint"
         )
-    if weights in QUANTIZED_FORMATS:
+    if weights in QUANTIZED_FORMATS and not (has_copies and weights in NEURON_COPIES):
+        also = f" ({' or '.join(NEURON_COPIES)}, too)" if has_copies else ""
         raise ConfigError(
             f"{who} needs the single neurons of experts, and weights is {weights}, whose experts "
-            "are loaded whole: leave one of them out, or choose weights auto, fp32 or bf16"
+            f"are loaded whole: leave one of them out, or choose weights auto, fp32 or bf16"
+            f"{also}"
         )
 
 

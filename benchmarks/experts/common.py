@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import record
 from penstock.workers.engine.engine import Engine
@@ -46,18 +46,36 @@ def books(corpus: Path) -> list[Sequence[int]]:
     return [data.heldout_tokens(corpus, book, tokenizer)[0] for book in data.HELDOUT_BOOKS]
 
 
+def made_up_model(folder: Path, num_experts: int) -> tuple[str, Sequence[int]]:
+    """A checkpoint of Qwen3-MoE's shape, an eighth as wide, and a prompt for it.
+
+    Random weights. Its routers prefer some experts: in trained models a few get most tokens.
+    """
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=2048, hidden_size=256, num_hidden_layers=8, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=num_experts,
+        num_experts_per_tok=8, moe_intermediate_size=96, norm_topk_prob=True,
+        max_position_embeddings=2048, dtype="bfloat16",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            weight.data.mul_(torch.randn(num_experts, 1).exp() * 8)
+        elif "layers" in name and weight.dim() > 1:
+            weight.data.mul_(2)  # so that layers change the residual stream
+    model.save_pretrained(folder)
+    return str(folder), torch.randint(0, 2048, (256,)).tolist()
+
+
 @contextmanager
-def temporary_expert_file(
-    model: str, weights: str, *, has_int8_copies: bool = False
-) -> Iterator[Manifest]:
+def temporary_expert_file(model: str, weights: str, *, copies: str = "") -> Iterator[Manifest]:
     """The experts of a model in shared memory, for as long as it is open."""
     folder, config, tensors = open_model(model, weights, "cpu")
     experts = CheckpointExperts(folder, config, tensors, weights)
     path = Path(f"/dev/shm/penstock-bench-{os.getpid()}-{weights}.experts")
     try:
-        yield write_expert_file(
-            experts, path, DTYPES[config.dtype], has_int8_copies=has_int8_copies
-        )
+        yield write_expert_file(experts, path, DTYPES[config.dtype], copies=copies)
     finally:
         remove_expert_file(path)
 

@@ -31,6 +31,7 @@ class Turns:
 
     warm: int
     new: int
+    model: str = MODEL
 
     @property
     def num_steps(self) -> int:
@@ -57,7 +58,7 @@ class Runner:
         prompt: Sequence[int],
         turns: Turns,
     ) -> Runner:
-        engine = make_engine(weights, settings, name.endswith("always"))
+        engine = make_engine(weights, settings, name.endswith("always"), turns.model)
         params = SamplingParams(max_tokens=turns.new + turns.warm, temperature=0, ignore_eos=True)
         engine.add(Request("one", tuple(prompt[:PROMPT]), params))
         engine.step()  # the prompt
@@ -80,9 +81,11 @@ def empty(engine: Engine) -> None:
             table.give_back(slot)
 
 
-def make_engine(weights: str, settings: ExpertSettings | None, always: bool = False) -> Engine:
+def make_engine(
+    weights: str, settings: ExpertSettings | None, always: bool = False, model_name: str = MODEL
+) -> Engine:
     """`always`: prefetch whatever the counters say."""
-    model = load_model(MODEL, weights=weights, progress=False, experts=settings)
+    model = load_model(model_name, weights=weights, progress=False, experts=settings)
     if always and model.routed is not None:
         model.routed.meter.clock = lambda: 0.0
     mode = cast(MoeMode, "exact" if settings is None else settings.mode)
@@ -123,8 +126,8 @@ def _row_of(runner: Runner, then: Any, warm: int, bytes_per_s: float) -> dict[st
     wanted = sum(getattr(now, n) - getattr(then, n) for n in LOOKUPS)
     rows = now.num_neurons_wanted - then.num_neurons_wanted
     return row | {
-        "slots": now.num_slots,
-        "slots_mb": now.num_slots * now.slot_bytes / 1e6,
+        "slots": now.num_slots + round(now.pool_bytes / now.slot_bytes),
+        "slots_mb": (now.num_slots * now.slot_bytes + now.pool_bytes) / 1e6,
         "expert_mb": per_expert / 1e6,
         "floor_ms": 1e3 * per_token / bytes_per_s,  # of a token that loads all that it needs
         "hit_rate": (now.num_hits - then.num_hits) / wanted,

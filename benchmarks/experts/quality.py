@@ -28,8 +28,8 @@ from penstock.workers.config import MOE_SCORES
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.experts.expert_file import ExpertFile
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.neurons import NeuronScores, NeuronSelector
-from penstock.workers.experts.thresholds import FILE_NAME, Calibration
+from penstock.workers.experts.neurons.scores import NeuronScores, NeuronSelector
+from penstock.workers.experts.neurons.thresholds import FILE_NAME, Calibration
 from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs

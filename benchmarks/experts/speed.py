@@ -3,9 +3,9 @@
 decode     One token at a time, batch of one. demand: no expert is kept between tokens; LRU over
            all layers; fair: LRU by fair shares of the layers; each of them also with prefetch, when
            the measured counters allow it (prefetch), at every layer (always), or where trials find
-           that it pays (auto, which needs --warm 200). neurons: moe_mode sparse. int8: moe_mode
-           quantized.
-formats    The same with experts in --formats: what a quantised expert saves.
+           that it pays (auto, which needs --warm 200). neurons: moe_mode sparse, from a pool of
+           neurons. int8: moe_mode quantized.
+formats    The same with experts in --formats: what a quantised expert saves, whole and by neurons.
 prompt     A prompt in one step, with its layers' experts streamed ahead or loaded on demand.
 
 Printed next to each: the lower bound of a token that loads all its experts, L * k * bytes / B.
@@ -17,14 +17,24 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.experts.common import MODEL, books, drain, finish, parser_of, temporary_expert_file
+from benchmarks.experts.common import (
+    MODEL,
+    books,
+    drain,
+    finish,
+    made_up_model,
+    parser_of,
+    temporary_expert_file,
+)
 from benchmarks.experts.interleave import (
     DEMAND,
     Runner,
@@ -36,7 +46,7 @@ from benchmarks.experts.interleave import (
 )
 from penstock.workers.engine.engine import Engine
 from penstock.workers.experts.build import ExpertSettings
-from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.experts.expert_file import Manifest, copies_for
 
 LONG_PROMPT = 512
 Modes = dict[str, dict[str, Any]]  # settings by name
@@ -51,7 +61,7 @@ MODES: Modes = {
     "fair + neurons + always": {"mode": "sparse", "prefetch": True},
     "fair + int8": {"mode": "quantized"},
 }
-WHOLE_MODES = ("fair", "fair + always")  # those that a quantised expert has
+FORMAT_MODES = ("fair", "fair + always", "fair + neurons")  # those that a quantised expert has
 
 
 class Decoding:
@@ -59,7 +69,7 @@ class Decoding:
 
     def __init__(self, args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float):
         self.args, self.prompt, self.bytes_per_s = args, prompt, bytes_per_s
-        self.turns = Turns(args.warm, args.new)
+        self.turns = Turns(args.warm, args.new, args.model)
         self.runners: list[Runner] = []
 
     def add(self, weights: str, manifest: Manifest, modes: Modes) -> None:
@@ -92,7 +102,7 @@ class Decoding:
 
 def decode(args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float) -> dict[str, Any]:
     """Seconds of a token by mode and share, and what was moved for it."""
-    with temporary_expert_file(MODEL, args.weights, has_int8_copies=True) as manifest:
+    with temporary_expert_file(args.model, args.weights, copies="int8") as manifest:
         decoding = Decoding(args, prompt, bytes_per_s)
         decoding.add(args.weights, manifest, {name: MODES[name] for name in args.modes})
         return decoding.run()
@@ -103,8 +113,9 @@ def formats(args: argparse.Namespace, prompt: Sequence[int], bytes_per_s: float)
     decoding = Decoding(args, prompt, bytes_per_s)
     with ExitStack() as stack:
         for weights in args.formats:
-            manifest = stack.enter_context(temporary_expert_file(MODEL, weights))
-            decoding.add(weights, manifest, {name: MODES[name] for name in WHOLE_MODES})
+            copies = copies_for("sparse", weights, "")
+            manifest = stack.enter_context(temporary_expert_file(MODEL, weights, copies=copies))
+            decoding.add(weights, manifest, {name: MODES[name] for name in FORMAT_MODES})
         return decoding.run()
 
 
@@ -167,18 +178,18 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.2, help="share of neurons")
     parser.add_argument("--new", type=int, default=24, help="tokens that are timed")
     parser.add_argument("--warm", type=int, default=8, help="tokens before them")
+    parser.add_argument("--experts", type=int, help="decode a made-up model with so many a layer")
     parser.add_argument("--prompts", type=int, default=5, help="prompts that are timed")
     parser.add_argument("--prompt-slots", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    prompt = books(args.corpus)[0]
     rates = [1e9 * rate for rate in args.gb_per_s]
-    finish(
-        __file__,
-        args,
-        {part: [PARTS[part](args, prompt, rate) for rate in rates] for part in args.parts},
-        lines,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        args.model, prompt = MODEL, books(args.corpus)[0]
+        if args.experts is not None:
+            args.model, prompt = made_up_model(Path(folder), args.experts)
+        found = {part: [PARTS[part](args, prompt, rate) for rate in rates] for part in args.parts}
+    finish(__file__, args, {"experts": args.experts, **found}, lines)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from penstock.workers.calibrate import calibrate
-    from penstock.workers.experts.thresholds import thresholds_path
+    from penstock.workers.experts.neurons.thresholds import thresholds_path
     from penstock.workers.text.tokenizer import Tokenizer
 
     out = thresholds_path(folder) if args.out is None else Path(args.out).expanduser()

@@ -65,6 +65,11 @@ def table(worker: str, figures: Figures) -> Iterator[str]:
     )
     if figures["num_withheld"]:
         yield f"  nothing prefetched for {figures['num_withheld']:,} layers: the host link was busy"
+    if figures["num_pooled_neurons"]:
+        yield (
+            f"  sparse: {figures['num_pooled_neurons']:,} neurons fit in the pool "
+            f"({figures['pool_bytes'] / 2**30:.2f} GiB)"
+        )
     if figures["num_sparse_neurons"]:
         yield (
             f"  sparse: {figures['num_sparse_neurons']:,} neurons to choose from, skipped "

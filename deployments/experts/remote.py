@@ -45,7 +45,7 @@ class RemoteExperts:
         return found
 
     def rows(self, layer: int, expert: int) -> Bytes:
-        return self.gather([(layer, expert, np.arange(self.manifest.num_rows))])[0]
+        return self.gather([(layer, expert, np.arange(self.manifest.num_rows_of(expert)))])[0]
 
     def at(self, manifest: Manifest) -> RemoteExperts:
         """The same experts in another epoch."""

@@ -23,7 +23,7 @@ class StoreSpec:
     weights: str
     device: str  # "cpu" or "cuda": what workers compute on, which settles their dtype
     folder: str
-    has_int8_copies: bool = False  # the file also holds int8 copies of all experts
+    copies: str = ""  # the format of copies of all experts that the file holds besides; "": none
     is_single: bool = False  # one store for all nodes
     revision: str | None = None  # of the model, where it comes from the hub
     download_dir: str | None = None  # for its files

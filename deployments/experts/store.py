@@ -175,8 +175,9 @@ class ExpertStore:
         model = resolve_model(spec.model, spec.revision, spec.download_dir)
         folder, config, tensors = open_model(str(model), spec.weights, spec.device)
         weight_plan(config.stored_scheme, spec.weights)
-        if spec.has_int8_copies:
-            check_neurons(config.stored_scheme, spec.weights, "moe_mode quantized")
+        if spec.copies:
+            is_same, who = spec.copies == spec.weights, f"an expert store with {spec.copies} copies"
+            check_neurons(config.stored_scheme, spec.weights, who, has_copies=is_same)
         experts = CheckpointExperts(folder, config, tensors, spec.weights, spec.device, spec.int4)
         return experts, DTYPES[config.dtype]
 
@@ -184,7 +185,7 @@ class ExpertStore:
         """The file that an earlier incarnation of this store wrote from the same checkpoint; other
         files are removed."""
         experts, compute = self._experts()
-        identity, found = experts.identity(compute, self._spec.has_int8_copies), None
+        identity, found = experts.identity(compute, self._spec.copies), None
         for path in sorted(self._folder.glob(f"{self._spec.digest}-*.experts"), key=_epoch_of):
             try:
                 manifest = read_manifest(path)
@@ -211,9 +212,7 @@ class ExpertStore:
             )
         path = self._folder / f"{self._spec.digest}-{epoch}.experts"
         began_s = time.monotonic()
-        manifest = write_expert_file(
-            experts, path, compute, epoch=epoch, has_int8_copies=self._spec.has_int8_copies
-        )
+        manifest = write_expert_file(experts, path, compute, epoch=epoch, copies=self._spec.copies)
         self._num_loads += 1
         log.info(
             "wrote %d experts, %.2f GiB, to shared memory in %.1f s: %s",

@@ -31,6 +31,7 @@ from penstock.deployments.supervision.replicas import (
 from penstock.deployments.supervision.view import short_node
 from penstock.deployments.worker.start_reports import StartReports
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
+from penstock.workers.experts.expert_file import copies_for
 from penstock.workers.quantization import int4_options
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
@@ -140,7 +141,7 @@ def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
         engine.weights,
         device,
         engine.expert_store_dir,
-        has_int8_copies=engine.moe_mode == "quantized",
+        copies=copies_for(engine.moe_mode, engine.weights, engine.moe_copies),
         is_single=engine.expert_store == "one",
         revision=engine.revision,
         download_dir=engine.download_dir,

@@ -90,6 +90,9 @@ SILU_MUL = Arguments(f"dtype gate_up stride out out_stride rows dim threads {_IN
 HADAMARD = Arguments("dtype x stride out rows dim threads")
 COMBINE = Arguments("dtype rows places weights out tokens ranks dim threads")
 UNPACK_NEURONS = Arguments("dtype rows row_stride places count gate_up down hidden inner")
+NEURON_MLP = Arguments(
+    "dtype x x_stride pool row_bytes format places ends sums out out_stride tokens dim threads"
+)
 SAMPLE = Arguments(
     "dtype logits stride rows vocab inverse_temperature top_k top_p min_p uniform scratch ids "
     "threads"
@@ -118,6 +121,7 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "combine": COMBINE,
     "hadamard": HADAMARD,
     "unpack_neurons": UNPACK_NEURONS,
+    "neuron_mlp": NEURON_MLP,
     "sample": SAMPLE,
 }
 FUNCTIONS: Mapping[str, Arguments] = {**OPERATORS, "run": RUN}

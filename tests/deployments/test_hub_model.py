@@ -98,7 +98,7 @@ def test_space_is_a_matter_of_the_machine_that_loads(hub):
             "'MambaForCausalLM' is not supported; supported are LlamaForCausalLM,",
         ),
         ({"quantization_config": {"quant_method": "fp7"}}, [], "fp7"),
-        ({}, ["--moe-mode", "sparse", "--expert-cache-gb", "1", "--weights", "int8"], "moe_mode"),
+        ({}, ["--moe-mode", "sparse", "--expert-cache-gb", "1", "--weights", "nf4"], "moe_mode"),
         ({}, ["--default-chat-template-kwargs", '{"x": 1}'], "kwargs.x: the chat template has no"),
         ({}, ["--revision", "v9"], f"the hub has no revision 'v9' of {NAME}"),
         ({}, ["--model-digest", "a-b"], "restore the files that were meant"),

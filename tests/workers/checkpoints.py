@@ -37,6 +37,7 @@ _DENSE = {
 }
 _WIDE = {**_DENSE, "hidden_size": 96, "head_dim": 24}
 _MOE = {**_DENSE, "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40}
+_MANY = {"num_experts_per_tok": 8, "moe_intermediate_size": 24}
 _QWEN2_MOE = {**_MOE, "shared_expert_intermediate_size": 56}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}
 _YARN = {
@@ -105,6 +106,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-sparse-step": (
         "qwen3_moe",
         {**_MOE, **_SLIDING, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    # As many experts, and as many of a token, as in the published models.
+    "olmoe-64": ("olmoe", {**_MOE, **_MANY, "num_experts": 64}),
+    "qwen3_moe-128": (
+        "qwen3_moe",
+        {**_MOE, **_MANY, "num_experts": 128, "head_dim": 24, "norm_topk_prob": True},
     ),
     "olmoe-clip": ("olmoe", {**_MOE, "clip_qkv": 0.8, "norm_topk_prob": True}),
 }

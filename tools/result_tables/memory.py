@@ -297,27 +297,22 @@ def _higher(row: Mapping[str, Any]) -> str:
 
 def expert_speed(result: Result) -> str:
     """Milliseconds a token by cache size and mode, once for each link speed."""
-    key = "decode" if "decode" in result.figures else "formats"
     parts = []
-    for link in result.figures[key]:
-        label = "weights" if key == "formats" else "mode"
-        columns = list(dict.fromkeys(row[label] for row in link["rows"]))
-        columns = [name for name in columns if name not in ("no cache of experts", "demand")]
+    if result.figures.get("experts"):
+        parts.append(f"A made-up model of {result.figures['experts']} experts a layer:")
+    for link in result.figures["decode"]:
+        columns = _columns(link, "mode")
         table: dict[str, dict[str, str]] = {}
         for row in link["rows"]:
-            if key == "formats" and row["mode"] == "fair + always":
-                continue
-            one = table.setdefault(_cache(row), {})
-            one[row[label] if key == "formats" else row["mode"]] = significant(row["token_ms"])
+            table.setdefault(_cache(row), {})[row["mode"]] = significant(row["token_ms"])
         rows = []
         for size, cells in table.items():
             alone = cells.get("no cache of experts") or cells.get("demand")
-            if alone and key == "decode":
+            if alone:
                 rows.append((size, alone, *("" for _ in columns[1:])))
             else:
                 rows.append((size, *(cells.get(name, "") for name in columns)))
-        head = (f"ms/token, link {link['bytes_per_s'] / 1e9:g} GB/s", *map(_mode, columns))
-        parts.append(markdown(head, rows))
+        parts.append(markdown((_link(link), *map(_mode, columns)), rows))
     for row in result.figures.get("prompt", ()):
         rate = f"{row['bytes_per_s'] / 1e9:g} GB/s"
         parts.append(
@@ -325,6 +320,32 @@ def expert_speed(result: Result) -> str:
             f"{row['on demand']:.0f} ms on demand, {row['streamed']:.0f} ms streamed."
         )
     return "\n\n".join(parts)
+
+
+def expert_formats(result: Result) -> str:
+    """Milliseconds a token by cache size and number format, of whole experts and of neurons."""
+    parts = []
+    for link in result.figures["formats"]:
+        columns = _columns(link, "weights")
+        table: dict[str, dict[str, str]] = {}
+        for row in link["rows"]:
+            if row["mode"] != "fair + always":
+                kind = "neurons " if row["mode"].endswith("neurons") else ""
+                cells = table.setdefault(_cache(row), {})
+                cells[kind + row["weights"]] = significant(row["token_ms"])
+        names = (*columns, *(f"neurons {name}" for name in columns))
+        rows = [(size, *(cells.get(name, "") for name in names)) for size, cells in table.items()]
+        parts.append(markdown((_link(link), *names), rows))
+    return "\n\n".join(parts)
+
+
+def _columns(link: Mapping[str, Any], label: str) -> list[str]:
+    names = dict.fromkeys(row[label] for row in link["rows"])
+    return [name for name in names if name not in ("no cache of experts", "demand")]
+
+
+def _link(link: Mapping[str, Any]) -> str:
+    return f"ms/token, link {link['bytes_per_s'] / 1e9:g} GB/s"
 
 
 def _mode(name: str) -> str:
@@ -340,7 +361,7 @@ def _cache(row: Mapping[str, Any]) -> str:
 
 
 def expert_compact(result: Result) -> str:
-    head = ("shape", "hidden x neurons", "dtype", "kept share", "whole", "compact", "ratio")
+    head = ("shape", "hidden x neurons", "dtype", "kept share", "whole", "rows", "int8", "int4")
     rows = [
         (
             row["name"],
@@ -348,8 +369,10 @@ def expert_compact(result: Result) -> str:
             row["dtype"],
             row["keep"],
             fixed(row["whole"], 0, " us"),
-            fixed(row["compact"], 0, " us"),
-            f"{row['compact'] / row['whole']:.2f}x",
+            *(
+                f"{row[way]:.0f} us ({row[way] / row['whole']:.2f}x)"
+                for way in ("rows", "int8", "int4")
+            ),
         )
         for row in result.figures["rows"]
     ]

@@ -204,15 +204,45 @@ def channel_cpu(result: Result) -> str:
 
 
 def ablation(result: Result) -> str:
-    head = ("without", "tokens/s", "gain of the part (range)", "running at once", "steps")
+    head = (
+        *("without", "tokens/s", "gain of the part (95 % interval)", "gap p99", "running at once"),
+        *("steps", "as published"),
+    )
     rows = []
     for row in result.figures["rows"]:
-        gain = row["gain_percent"]
-        low, high = row["gain_percent_range"] or (None, None)
-        cell = "" if gain is None else f"{gain:+d} % ({low:+d} to {high:+d})"
-        name = {"merge step": "mixed batch (merge step)", "pipeline": "async scheduling"}
-        label = name.get(row["without"], row["without"])
-        rows.append((label, fixed(row["tokens_per_s"]), cell, row["at_once"], row["steps"]))
+        cell = ""
+        if row["gain"] is not None:
+            low, high = (f"{100 * bound:+.0f}" for bound in row["interval"])
+            cell = f"{100 * row['gain']:+.0f} % ({low} to {high})"
+        rows.append(
+            (
+                row["without"],
+                fixed(row["tokens_per_s"]),
+                cell,
+                fixed(row["gap_p99_ms"], 0, " ms"),
+                fixed(row["at_once"], 0),
+                fixed(row["steps"], 0),
+                row["published"],
+            )
+        )
+    return markdown(head, rows)
+
+
+def planner(result: Result) -> str:
+    """Predicted and measured decoding."""
+    head = ("model", "weights", "batch", "predicted tokens/s", "measured tokens/s", "ratio")
+    names = {"smollm2": "SmolLM2-135M", "B": "model B"}
+    rows = [
+        (
+            names[row["model"]],
+            row["weights"],
+            row["batch"],
+            fixed(row["predicted_tokens_per_s"]),
+            fixed(row["measured_tokens_per_s"]),
+            f"{row['predicted_tokens_per_s'] / row['measured_tokens_per_s']:.2f}x",
+        )
+        for row in result.figures["rows"]
+    ]
     return markdown(head, rows)
 
 

@@ -19,12 +19,12 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.checkpoint import CheckpointExperts
-from penstock.workers.experts.expert_file import ExpertFile, Manifest, RowSource
+from penstock.workers.experts.expert_file import ExpertFile, Manifest, RowSource, copies_for
 from penstock.workers.experts.layouts import ExpertLayout, NeuronLayout, PackedLayout
-from penstock.workers.experts.neurons import NeuronScores, NeuronSelector
+from penstock.workers.experts.neurons.scores import NeuronScores, NeuronSelector
+from penstock.workers.experts.neurons.thresholds import Calibration, thresholds_path
 from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.experts.thresholds import Calibration, thresholds_path
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
@@ -48,6 +48,7 @@ class ExpertSettings:
     mode: str = "exact"  # the least exact mode that a request may have
     keep: float = 0.5  # sparse: the share of neurons
     score: str = "product"
+    copies: str = "int8"  # quantized: their number format
     thresholds: str | None = None  # a file; None: the one in the model's folder, if needed
     manifest: Manifest | None = None  # of the node's store; None: this process writes its own file
     folder: str = "/dev/shm"  # of the file that this process writes
@@ -68,6 +69,7 @@ def settings_of(
         mode=config.moe_mode,
         keep=config.moe_keep,
         score=config.moe_score,
+        copies=config.moe_copies,
         thresholds=config.moe_thresholds,
         manifest=manifest,
         source=source,
@@ -96,7 +98,8 @@ def build_experts(
     experts = CheckpointExperts(folder, config, tensors, weights, device.type, int4)
     if settings.mode != "exact" or settings.thresholds is not None:
         who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
-        check_neurons(config.stored_scheme, weights, who)
+        has_copies = settings.mode == "sparse"
+        check_neurons(config.stored_scheme, weights, who, has_copies=has_copies)
     packed = PackedExperts(experts, compute, int8_group) if experts.is_packed else None
     expert_file = _row_source(settings, experts, compute)
     layout: ExpertLayout
@@ -118,14 +121,15 @@ def _row_source(
 ) -> RowSource:
     """The store's rows, or those of a file that this process writes. Raises LoadError if the store
     holds other experts."""
-    needs_int8_copies = settings.mode == "quantized"
+    copies = copies_for(settings.mode, experts.weights, settings.copies)
     if settings.manifest is None:
-        return _own_expert_file(experts, compute, Path(settings.folder), needs_int8_copies)
+        return _own_expert_file(experts, compute, Path(settings.folder), copies)
     _check_manifest(settings.manifest, experts, compute, is_remote=settings.source is not None)
-    if needs_int8_copies and not settings.manifest.has_int8_copies:
+    if copies and copies != settings.manifest.copies:
         raise LoadError(
-            f"moe_mode quantized needs int8 copies of the experts, and the expert store "
-            f"{settings.manifest.path} has none; restart the cluster"
+            f"moe_mode {settings.mode} needs {copies} copies of the experts, and the expert store "
+            f"{settings.manifest.path} has {settings.manifest.copies or 'none'}; restart the "
+            "cluster"
         )
     return settings.source or ExpertFile(settings.manifest)
 
@@ -133,21 +137,37 @@ def _row_source(
 def _cache_of(
     settings: ExpertSettings, expert_file: RowSource, layout: ExpertLayout
 ) -> ExpertCache:
-    num_slots, num_experts = settings.num_slots, expert_file.manifest.num_all
+    facts, num_slots, num_pooled = expert_file.manifest, settings.num_slots, 0
     if num_slots is None:
         assert settings.cache_gb is not None
-        num_slots = slots_within(settings.cache_gb, layout.num_bytes, num_experts)
+        num_slots = slots_within(settings.cache_gb, layout.num_bytes, facts.num_all)
+    if settings.mode == "sparse":
+        num_slots, num_pooled = split_for_neurons(num_slots, layout.num_bytes, facts)
     cache = ExpertCache(
-        expert_file, num_slots, layout, is_fair=settings.is_fair, bytes_per_s=settings.bytes_per_s
+        expert_file,
+        num_slots,
+        layout,
+        is_fair=settings.is_fair,
+        num_pooled=num_pooled,
+        bytes_per_s=settings.bytes_per_s,
     )
     log.info(
-        "expert cache: %d of %d experts fit, %d slots of %.2f MiB",
+        "expert cache: %d of %d experts fit, slots of %.2f MiB; %d neurons of %d each besides",
         cache.num_slots,
-        num_experts,
-        cache.num_slots,
+        facts.num_all,
         layout.num_bytes / 2**20,
+        num_pooled,
+        facts.inner,
     )
     return cache
+
+
+def split_for_neurons(num_slots: int, slot_bytes: int, facts: Manifest) -> tuple[int, int]:
+    """The memory of `num_slots` experts, parted: slots for prompts, whose rows are exact, and the
+    neurons of a pool for answers. Both have room for one expert at least."""
+    num_whole = max(min(MIN_SLOTS, num_slots), round(num_slots * WHOLE_SHARE))
+    row_bytes = facts.row_bytes_of(facts.num_experts if facts.copies else 0)
+    return num_whole, max(facts.inner, (num_slots - num_whole) * slot_bytes // row_bytes)
 
 
 def _check_manifest(
@@ -158,7 +178,7 @@ def _check_manifest(
     if is_remote:
         is_ours = manifest.routers == experts.routers()
     else:
-        is_ours = manifest.checkpoint == experts.identity(compute, manifest.has_int8_copies)
+        is_ours = manifest.checkpoint == experts.identity(compute, manifest.copies)
     if not is_ours:
         raise LoadError(
             f"the expert store {manifest.path} was made from other files than those in "
@@ -192,19 +212,18 @@ def _neuron_selector(
 
 
 def _own_expert_file(
-    experts: CheckpointExperts, compute: torch.dtype, folder: Path, has_int8_copies: bool
+    experts: CheckpointExperts, compute: torch.dtype, folder: Path, copies: str
 ) -> ExpertFile:
     """A file for this process alone; unlinked at once, so that none is left when it ends."""
     path = folder / f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.experts"
     try:
-        return ExpertFile(
-            write_expert_file(experts, path, compute, has_int8_copies=has_int8_copies)
-        )
+        return ExpertFile(write_expert_file(experts, path, compute, copies=copies))
     finally:
         remove_expert_file(path)
 
 
 MIN_SLOTS = 2  # one in use, one loading
+WHOLE_SHARE = 0.125  # of the cache, for whole experts, where answers have a pool of neurons
 
 
 def slots_within(gigabytes: float, slot_bytes: int, num_experts: int) -> int:

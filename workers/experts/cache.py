@@ -1,4 +1,4 @@
-"""The expert cache: experts of all layers in a few slots of device memory.
+"""The expert cache: experts of all layers in a few slots of device memory, and a pool of neurons.
 
 Handles hits, misses, evictions and prefetches. One thread at a time calls it (the engine's); the
 copier's thread fills slots in parallel. An expert is yielded only when all rows that are needed of
@@ -22,13 +22,13 @@ from penstock.workers.experts.copier import CHUNK_BYTES, ExpertCopier
 from penstock.workers.experts.expert_file import RowIndices, RowSource
 from penstock.workers.experts.layouts import ExpertLayout
 from penstock.workers.experts.lookups import CacheCounts, NeededRows
+from penstock.workers.experts.neurons.pool import NeuronPool
 from penstock.workers.experts.slots import Key, Slot, SlotLoad, SlotTable, make_slots
 
 log = logging.getLogger("penstock.experts")
 
 PinnedExperts = deque[tuple[int, Slot]]  # experts in use or waited for: never evicted
 ALL: NeededRows = {}
-CHECK_S = 5.0  # interval between checks that the copier's thread is alive, while waiting for it
 
 
 class ExpertCache:
@@ -41,12 +41,14 @@ class ExpertCache:
         layout: ExpertLayout,
         *,
         is_fair: bool = True,
+        num_pooled: int = 0,
         bytes_per_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ):
         """`num_slots`, at least 1, is capped at the number of experts; `layout` says how experts of
         `source` lie in a slot. With `is_fair`, layers that hold more than their share of the slots
         are evicted from first; else the least recently used expert of all layers is evicted.
+        `num_pooled`: neurons in a pool besides the slots, none or those of an expert at least.
         `bytes_per_s` simulates a slow host link."""
         facts = source.manifest
         assert num_slots >= 1
@@ -71,6 +73,9 @@ class ExpertCache:
             chunk_bytes,
             self._start_prefetches,
         )
+        self.pool: NeuronPool | None = None
+        if num_pooled:
+            self.pool = NeuronPool(self.copier, facts, num_pooled, self.counts)
 
     @property
     def num_slots(self) -> int:
@@ -153,6 +158,8 @@ class ExpertCache:
         """Stop the copier's thread; the next load starts another one."""
         with self._changed:
             self._clear_prefetch_queue()
+            if self.pool is not None:
+                self.pool.forget_prefetches()
             thread = self.copier.close()
         if thread is not None:
             thread.join()
@@ -162,6 +169,8 @@ class ExpertCache:
         with self._changed:
             self.table.check()
             assert all(slot.num_users for slot in self._pinned)
+        if self.pool is not None:
+            self.pool.check()
 
     # -- all methods below: with the lock held
 
@@ -182,9 +191,13 @@ class ExpertCache:
         self._predicted.clear()
 
     def _cancel(self, load: SlotLoad) -> None:
+        """Stop a prefetch; one into the pool goes on."""
+        slot = load.slot
+        if not isinstance(slot, Slot):
+            return
         self.copier.cancel(load)
-        if load.slot.is_idle and not load.slot.num_has:
-            self.table.give_back(load.slot)
+        if slot.is_idle and not slot.num_has:
+            self.table.give_back(slot)
 
     def _claim_residents(
         self, layer: int, waiting: deque[int], pinned: PinnedExperts, needed_rows: NeededRows
@@ -244,8 +257,7 @@ class ExpertCache:
                 if pinned:
                     continue
             began_s = began_s or time.perf_counter()
-            if not self._changed.wait(CHECK_S) and not self.copier.is_alive:
-                raise RuntimeError("the thread that loads experts has died")
+            self.copier.wait()
 
     def _ask_again(self, slot: Slot, rows: RowIndices | None) -> None:
         error, slot.error = slot.error, None
@@ -269,10 +281,12 @@ class ExpertCache:
             if slot is None:
                 slot = self.table.take(key, keep=self._predicted)
                 if slot is None:
-                    return
+                    break
             self._prefetch_queue.popleft()
             if not slot.holds(rows) and slot.load is None:
                 self._begin_prefetch(key, slot, rows)
+        if self.pool is not None:
+            self.pool.start_prefetches()
 
     def _begin_prefetch(self, key: Key, slot: Slot | None, rows: RowIndices | None = None) -> None:
         assert slot is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,10 +112,10 @@ class CheckpointExperts:
         narrow = widest if widest.itemsize <= compute.itemsize and widest in NAMES else compute
         return narrow if narrow in NAMES else torch.float32
 
-    def identity(self, compute: torch.dtype, has_int8_copies: bool = False) -> str:
+    def identity(self, compute: torch.dtype, copies: str = "") -> str:
         """The digest that identifies an expert file of these experts: changes with the files."""
         files = {stored.file for stored in self.tensors.values()}
-        facts = {"dtype": NAMES[self.dtype(compute)], "int8_copies": has_int8_copies}
+        facts: dict[str, Any] = {"dtype": NAMES[self.dtype(compute)], "copies": copies}
         if self.is_packed:
             facts |= {"weights": self.weights, "device": self.device, "int4": astuple(self.int4)}
         return checkpoint_identity({str(f): f.stat() for f in files}, facts)

@@ -34,6 +34,7 @@ from penstock.workers.memory.copier import Throttle
 log = logging.getLogger("penstock.experts")
 
 CHUNK_BYTES = 512 * 1024  # the most that a demand load waits for
+CHECK_S = 5.0  # interval between checks that the thread is alive, while waiting for it
 
 
 @dataclass(slots=True)
@@ -94,6 +95,11 @@ class ExpertCopier:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Until something has changed. Raises RuntimeError if the thread has died."""
+        if not self.changed.wait(CHECK_S) and not self.is_alive:
+            raise RuntimeError("the thread that loads experts has died")
+
     def close(self) -> threading.Thread | None:
         """Cancel all loads and stop the thread, which the caller joins without the lock.
 
@@ -108,6 +114,7 @@ class ExpertCopier:
     def _end(self, load: SlotLoad) -> None:
         (self._demands if load.is_demand else self._prefetches).remove(load)
         load.slot.load = None
+        load.slot.ended()
         self.changed.notify_all()
 
     def _work(self) -> None:
@@ -246,20 +253,19 @@ class StagingBuffers:
     @torch.inference_mode()
     def _send(self, gathered: Tensor, part: RowIndices, load: SlotLoad, until_s: float) -> None:
         slot, num_bytes = load.slot, gathered.numel()
-        row_indices = torch.from_numpy(part)
         if self._stream is None:
-            self._write(gathered, row_indices, load)
+            self._write(gathered, part, load)
         else:
             with torch.cuda.stream(self._stream):
                 if slot.last_use is not None:
                     self._stream.wait_event(slot.last_use)
                 arrived = self._device_bytes[:num_bytes].view(len(part), -1)
                 arrived.copy_(gathered, non_blocking=True)
-                self._write(arrived, row_indices.to(self._copier.layout.device), load)
+                self._write(arrived, part, load)
             self._stream.synchronize()
         if (left_s := until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 
-    def _write(self, arrived: Tensor, row_indices: Tensor, load: SlotLoad) -> None:
-        slot, is_int8_copy = load.slot, self._copier.facts.is_int8_copy(load.key[1])
-        self._copier.layout.write(slot.memory, slot.experts[0], arrived, row_indices, is_int8_copy)
+    def _write(self, arrived: Tensor, part: RowIndices, load: SlotLoad) -> None:
+        is_copy = self._copier.facts.is_copy(load.key[1])
+        load.slot.write(self._copier.layout, arrived, part, is_copy)

@@ -2,8 +2,8 @@
 
 An expert is a block of rows, followed by a CRC-32 of each row; blocks begin on page boundaries. A
 row is one neuron, [Wg[j] | Wu[j] | Wd[:, j]], in order; for quantised experts, a row is a piece of
-the bytes that the device multiplies (packed.py). Plain expert e of E may have an int8 copy with the
-id E + e: 3 * hidden codes a row, and an fp32 scale for each 64 numbers. The file lies in memory
+the bytes that the device multiplies (packed.py). Expert e of E may have a copy by neurons in int8
+or int4 (kernels/neurons.py) with the id E + e. The file lies in memory
 (/dev/shm), and every process of the node maps it read-only: one copy a node. This module loads no
 torch: the ingress and the command line import it. writer.py writes the file.
 """
@@ -32,7 +32,7 @@ RowIndices = npt.NDArray[np.int64]  # rows of an expert: neurons, or pieces of p
 
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 4
-INT8_GROUP = 64  # numbers of a row that share a scale
+COPIES = ("int8", "int4")  # number formats of copies by neurons
 PIECE_BYTES = 1024  # a row of a packed expert
 NAMED_ROWS = 8  # of a damaged expert, in its error
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by dtype
@@ -74,7 +74,7 @@ class Manifest:
     layers: tuple[int, ...]  # those that have experts
     num_bytes: int  # of the whole file
     entries: tuple[ExpertEntry, ...]
-    has_int8_copies: bool = False
+    copies: str = ""  # one of COPIES; "": experts have no copies
     routers: str = ""  # a digest of the model's routers: the same on every node
     packed_bytes: int = 0  # of an expert that lies as it is multiplied; 0: rows are neurons
 
@@ -99,21 +99,23 @@ class Manifest:
     @property
     def num_known(self) -> int:
         """Expert ids of a layer, int8 copies included."""
-        return self.num_experts * (2 if self.has_int8_copies else 1)
+        return self.num_experts * (2 if self.copies else 1)
 
-    def is_int8_copy(self, expert: int) -> bool:
+    def is_copy(self, expert: int) -> bool:
         return expert >= self.num_experts
 
+    def num_rows_of(self, expert: int) -> int:
+        """Of `expert`, which may be a copy: those have a row a neuron."""
+        return self.inner if self.is_copy(expert) else self.num_rows
+
     def row_bytes_of(self, expert: int) -> int:
-        """Of a neuron of `expert`, which may be an int8 copy."""
-        if not self.is_int8_copy(expert):
-            return self.row_bytes
-        return 3 * (self.hidden + 4 * math.ceil(self.hidden / INT8_GROUP))
+        """Of one row of `expert`, which may be a copy."""
+        return copy_bytes(self.hidden, self.copies) if self.is_copy(expert) else self.row_bytes
 
     def name_of(self, expert: int) -> str:
         """For messages."""
-        int8_copy = ", its int8 copy," if self.is_int8_copy(expert) else ""
-        return f"expert {expert % self.num_experts}{int8_copy}"
+        copy = f", its {self.copies} copy," if self.is_copy(expert) else ""
+        return f"expert {expert % self.num_experts}{copy}"
 
     def digests(self) -> dict[tuple[int, int], str]:
         return {(entry.layer, entry.expert): entry.digest for entry in self.entries}
@@ -138,18 +140,21 @@ class Manifest:
         """Raise LoadError unless each expert is there once, within the file."""
         if self.dtype not in ITEM_BYTES:
             raise LoadError(f"{self.path}: experts of an unknown dtype {self.dtype!r}")
+        if self.copies not in ("", *COPIES):
+            raise LoadError(f"{self.path}: copies in an unknown format {self.copies!r}")
         requests = {(layer, e) for layer in self.layers for e in range(self.num_known)}
         if set(self.digests()) != requests or len(self.entries) != len(requests):
             raise LoadError(f"{self.path}: the manifest does not name each expert exactly once")
         end = 0
         for entry in sorted(self.entries, key=lambda entry: entry.offset):
             row_bytes = self.row_bytes_of(entry.expert)
-            if entry.num_bytes != self.num_rows * row_bytes or entry.offset < end:
+            num_rows = self.num_rows_of(entry.expert)
+            if entry.num_bytes != num_rows * row_bytes or entry.offset < end:
                 raise LoadError(
                     f"{self.path}: the manifest's entry of layer {entry.layer}, expert "
                     f"{entry.expert} does not fit the others"
                 )
-            end = entry.offset + block_bytes(self.num_rows, row_bytes)
+            end = entry.offset + block_bytes(num_rows, row_bytes)
         if end > self.num_bytes:
             raise LoadError(f"{self.path}: its experts end at byte {end} of {self.num_bytes}")
 
@@ -199,7 +204,7 @@ class ExpertFile:
         """All rows of one expert. The first time, their digest is checked."""
         entry = self._entries[layer, expert]
         rows = self._all[entry.offset : entry.offset + entry.num_bytes]
-        rows = rows.reshape(self.manifest.num_rows, self.manifest.row_bytes_of(expert))
+        rows = rows.reshape(self.manifest.num_rows_of(expert), self.manifest.row_bytes_of(expert))
         if (layer, expert) not in self._checked:
             self._check(entry, rows)
             with self._lock:
@@ -210,13 +215,14 @@ class ExpertFile:
         if digest_of(rows) == entry.digest:
             return
         end = entry.offset + entry.num_bytes
-        stored = self._all[end : end + CHECKSUM_BYTES * self.manifest.num_rows].view(np.uint32)
+        stored = self._all[end : end + CHECKSUM_BYTES * len(rows)].view(np.uint32)
         bad = np.flatnonzero(checksums_of(rows) != stored).tolist()
         if not bad:
             where = "its digest does not match, although the checksums of its rows do"
         else:
             some = ", ".join(map(str, bad[:NAMED_ROWS])) + (", ..." if bad[NAMED_ROWS:] else "")
-            what = f"pieces of {PIECE_BYTES} bytes" if self.manifest.is_packed else "neurons"
+            is_whole = self.manifest.is_packed and not self.manifest.is_copy(entry.expert)
+            what = f"pieces of {PIECE_BYTES} bytes" if is_whole else "neurons"
             where = f"{len(bad)} of its {len(rows)} {what} differ from what was written: {some}"
         raise CorruptedExpert(
             f"expert store {self.manifest.path} (epoch {self.manifest.epoch}): layer "
@@ -247,6 +253,21 @@ def _map(manifest: Manifest) -> Bytes:
     finally:
         os.close(descriptor)
     return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def copies_for(mode: str, weights: str, copies: str) -> str:
+    """The format of the copies that an expert file needs, for `moe_mode`, `weights` and
+    `moe_copies`; "": none."""
+    if mode == "quantized":
+        return copies
+    return weights if mode == "sparse" and weights in COPIES else ""
+
+
+def copy_bytes(hidden: int, copies: str) -> int:
+    """Of one neuron of a copy."""
+    if copies == "int4":
+        return 3 * math.ceil(hidden / 32) * (16 + 2)
+    return 3 * (hidden + 4 * math.ceil(hidden / 64))
 
 
 def block_bytes(num_rows: int, row_bytes: int) -> int:

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.expert_image import ExpertImage
-from penstock.kernels.expert_rows import (
-    dequantize_neurons,
-    empty_expert,
-    expert_bytes,
-    write_neurons,
-)
+from penstock.kernels.expert_rows import empty_expert, expert_bytes, write_neurons
 from penstock.kernels.moe import Expert
-from penstock.workers.experts.expert_file import INT8_GROUP, PIECE_BYTES, Manifest
+from penstock.kernels.neurons import dequantize_neurons
+from penstock.workers.experts.expert_file import PIECE_BYTES, Manifest
 from penstock.workers.weights.sources import DTYPES
 
 
@@ -43,7 +39,7 @@ class ExpertLayout(Protocol):
         """Which of them an expert of `layer` is."""
 
     def write(
-        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
+        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_copy: bool
     ) -> None:
         """Write `rows` of the expert file, uint8 [n, bytes of a row], into `expert`, which `place`
         put into `memory`; `row_indices` int64 [n] are their positions. All on the device."""
@@ -51,7 +47,7 @@ class ExpertLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NeuronLayout:
-    """Experts by neurons, or int8 copies of neurons, for a model that computes in `dtype`."""
+    """Experts by neurons, or copies of neurons in codes, for a model that computes in `dtype`."""
 
     facts: Manifest
     dtype: torch.dtype
@@ -68,10 +64,10 @@ class NeuronLayout:
         return 0
 
     def write(
-        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
+        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_copy: bool
     ) -> None:
-        if is_int8_copy:
-            values = dequantize_neurons(rows, self.facts.hidden, INT8_GROUP)
+        if is_copy:
+            values = dequantize_neurons(rows, self.facts.hidden, self.facts.copies)
         else:
             values = rows.view(DTYPES[self.facts.dtype])
         write_neurons(expert, values.to(self.dtype), row_indices)
@@ -100,7 +96,7 @@ class PackedLayout:
         return self.kinds[layer]
 
     def write(
-        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_int8_copy: bool
+        self, memory: Tensor, expert: Expert, rows: Tensor, row_indices: Tensor, is_copy: bool
     ) -> None:
         # By words: byte by byte, a CPU copies at a quarter of the speed.
         words = memory.view(torch.int64).view(-1, PIECE_BYTES // 8)

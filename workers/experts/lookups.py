@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.workers.experts.expert_file import RowIndices
-from penstock.workers.experts.slots import Key, Residence, SlotTable
+from penstock.workers.experts.slots import Key, SlotTable
 
 NeededRows = Mapping[int, RowIndices]  # rows by expert; of an expert that it lacks, all rows
 
@@ -36,15 +36,19 @@ class CacheCounts:
         """Count how much `table` holds of the `needed` experts of a layer, `num_rows` each, before
         any load begins."""
         for expert in needed:
-            key, rows = (layer, expert), needed_rows.get(expert)
-            self.uses[key] = self.uses.get(key, 0) + 1
-            found, slot = table.lookup(key, rows)
-            self.num_hits += found is Residence.WHOLE
-            self.num_partial += found is Residence.PARTIAL
-            self.num_misses += found is Residence.ABSENT
+            rows, slot = needed_rows.get(expert), table.get((layer, expert))
             num_wanted = num_rows if rows is None else len(rows)
-            self.num_rows_wanted += num_wanted
+            num_there = 0 if slot is None else num_wanted - len(slot.missing(rows))
+            self.count((layer, expert), num_wanted, num_there, slot is not None)
             if slot is not None:
-                self.num_rows_there += num_wanted - len(slot.missing(rows))
                 self.num_prefetch_used += slot.was_prefetched
                 slot.was_prefetched = False
+
+    def count(self, key: Key, num_wanted: int, num_there: int, has_some: bool) -> None:
+        """Count one expert; `has_some`: the cache holds something of it."""
+        self.uses[key] = self.uses.get(key, 0) + 1
+        self.num_hits += has_some and num_there == num_wanted
+        self.num_partial += has_some and num_there < num_wanted
+        self.num_misses += not has_some
+        self.num_rows_wanted += num_wanted
+        self.num_rows_there += num_there

@@ -7,17 +7,17 @@ int8 copy), and prefetches what the next layer is likely to need while this one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kernels.moe import Visited
 from penstock.workers.experts.cache import ExpertCache
-from penstock.workers.experts.expert_file import RowIndices
 from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
 from penstock.workers.experts.lookups import NeededRows
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.neurons import NeuronSelector
+from penstock.workers.experts.neurons.scores import NeuronSelector
+from penstock.workers.experts.neurons.selection import SelectedNeurons
 from penstock.workers.experts.prefetch_trial import PrefetchTrial
 from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.experts.transfer_meter import TransferMeter
@@ -27,7 +27,6 @@ from penstock.workers.stats import ExpertStats, LayerAccuracy
 # Without prefetch the accuracy of predictions is counted in two steps, which follow one another, of
 # so many: the baseline is the experts of the token before.
 COUNTED_STEPS = 32
-WHOLE_SHARE = 0.75  # of an expert's neurons: if more are needed, the whole expert is loaded
 
 Watcher = Callable[[int, Tensor, Tensor], None]  # of layer, normed states [T, hidden], ids [T, k]
 
@@ -97,10 +96,19 @@ class RoutedExperts:
         if self.meter.is_saturated():
             self.num_withheld += 1
             return
-        now = state()
-        experts, shift = predictor.predict_experts(now, following), self._shift()
+        now, shift = state(), self._shift()
+        if self._num_sparse() not in (0, len(ids)):  # for rows that need whole experts
+            assert self.rows is not None and self.rows.sparse is not None
+            self.cache.prefetch(
+                following, predictor.predict_experts(now[~self.rows.sparse], following)
+            )
+            return
+        experts = predictor.predict_experts(now, following)
         if shift:
             self.cache.prefetch(following, [expert + shift for expert in experts])
+        elif self._num_sparse() and self.cache.pool is not None:
+            foreseen = self._foreseen_neurons(now, following)
+            self.cache.pool.prefetch(following, {e: foreseen[e] for e in experts if e in foreseen})
         else:
             self.cache.prefetch(following, experts, self._foreseen_neurons(now, following))
 
@@ -154,6 +162,8 @@ class RoutedExperts:
             num_withheld=self.num_withheld,
             num_sparse_neurons=self.num_sparse_neurons,
             num_skipped_neurons=self.num_skipped_neurons,
+            num_pooled_neurons=0 if cache.pool is None else cache.pool.num_places,
+            pool_bytes=0 if cache.pool is None else cache.pool.rows.numel(),
             demand_bytes=link.demand_bytes,
             prefetch_bytes=link.prefetch_bytes,
             stall_s=counts.stall_s,
@@ -182,14 +192,6 @@ class RoutedExperts:
         self.cache.close()
 
 
-@dataclass(slots=True)
-class SelectedNeurons:
-    """The selected neurons of one layer in one step, and the rows that the cache must hold."""
-
-    active: dict[int, Tensor] = field(default_factory=dict)  # by expert, bool [its tokens, inner]
-    needed_rows: dict[int, RowIndices] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedExperts:
     """The experts of one layer, each in device memory while it is used."""
@@ -203,55 +205,40 @@ class CachedExperts:
         routed, rows = self.routed, self.routed.rows
         if routed.watch is not None:
             routed.watch(self.layer, x, ids)
-        facts, asked = routed.cache.manifest, ids
+        facts = routed.cache.manifest
+        if rows is not None and rows.sparse is not None:
+            return self._route_sparse(ids, x, state, rows, rows.sparse)
+        asked = ids
         if rows is not None and rows.quantized is not None:
             asked = ids + facts.num_experts * rows.quantized[:, None]
-        selected = SelectedNeurons()
-        if rows is not None and rows.sparse is not None:
-            selected = self._select_neurons(ids, x, rows, rows.sparse)
 
         def in_turn(needed: list[int]) -> Iterator[Visited]:
-            def meanwhile() -> None:
-                routed.look_ahead(self.layer, ids, state)
-
-            visit = routed.cache.visit(self.layer, needed, meanwhile, selected.needed_rows)
-            return ((e, expert, selected.active.get(e)) for e, expert in visit)
+            return routed.cache.visit(
+                self.layer, needed, lambda: routed.look_ahead(self.layer, ids, state)
+            )
 
         return LayerRouting(asked, facts.num_known, in_turn)
 
-    def _select_neurons(
-        self, ids: Tensor, x: Tensor, rows: StepRows, sparse: Tensor
-    ) -> SelectedNeurons:
-        """Select the neurons of each expert that has sparse rows, and count those left out."""
-        selector, selected = self.routed.selector, SelectedNeurons()
-        assert selector is not None, "sparse rows need thresholds"
-        if len(ids) == 1:  # the common case, without a gather
-            for expert in ids[0].tolist():
-                kept = selector.active(self.layer, expert, x)
-                selected.active[expert] = kept
-                self._want(expert, kept, selected)
-                rows.num_neurons.add_(kept.shape[1])
-                rows.num_skipped.add_(kept.shape[1] - kept.sum(1))
-            return selected
-        for expert in ids[sparse].unique().tolist():
-            tokens = (ids == expert).any(1).nonzero()[:, 0]
-            theirs = sparse[tokens]
-            some = tokens[theirs]
-            kept = selector.active(self.layer, expert, x[some])
-            rows.num_neurons[some] += kept.shape[1]
-            rows.num_skipped[some] += kept.shape[1] - kept.sum(1)
-            if len(some) == len(tokens):
-                self._want(expert, kept, selected)
-            active = kept.new_ones(len(tokens), kept.shape[1])
-            active[theirs] = kept
-            selected.active[expert] = active
-        return selected
+    def _route_sparse(
+        self, ids: Tensor, x: Tensor, state: Callable[[], Tensor], rows: StepRows, sparse: Tensor
+    ) -> LayerRouting:
+        """Some rows are `sparse` [T]: their neurons come from the pool; the other rows take whole
+        experts from slots."""
+        routed = self.routed
+        cache, pool, selector = routed.cache, routed.cache.pool, routed.selector
+        assert selector is not None and pool is not None, "sparse rows need thresholds and a pool"
+        selected = SelectedNeurons.of(selector, self.layer, ids, x, rows)
+        if routed.predictor is not None:
+            for expert, union in selected.union.items():
+                routed.predictor.observe_neurons(self.layer, expert, union)
+        first = cache.manifest.num_experts
 
-    def _want(self, expert: int, kept: Tensor, selected: SelectedNeurons) -> None:
-        """The cache must hold the union of the neurons that an expert's rows need."""
-        union = kept[0] if len(kept) == 1 else kept.any(0)
-        row_indices: RowIndices = union.nonzero()[:, 0].cpu().numpy()
-        if self.routed.predictor is not None:
-            self.routed.predictor.observe_neurons(self.layer, expert, row_indices)
-        if len(row_indices) <= WHOLE_SHARE * kept.shape[1]:
-            selected.needed_rows[expert] = row_indices
+        def in_turn(needed: list[int]) -> Iterator[Visited]:
+            def ahead() -> None:
+                routed.look_ahead(self.layer, ids, state)
+
+            for expert, places in pool.visit(self.layer, selected.union, ahead):
+                yield first + expert, selected.pooled(expert, places, pool)
+            yield from cache.visit(self.layer, [each for each in needed if each < first])
+
+        return LayerRouting(ids + first * sparse[:, None], 2 * first, in_turn)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from penstock.kernels.moe import Expert
 from penstock.workers.experts.expert_file import RowIndices
@@ -21,12 +22,24 @@ from penstock.workers.experts.layouts import ExpertLayout
 Key = tuple[int, int]  # layer, expert
 
 
-class Residence(Enum):
-    """The result of a lookup of the needed rows of an expert."""
+class LoadTarget(Protocol):
+    """Where rows of one expert are loaded to: its slot, or its places in a pool of neurons."""
 
-    WHOLE = "all needed rows are present"
-    PARTIAL = "the expert has a slot, but some needed rows are missing"
-    ABSENT = "the expert has no slot"
+    load: SlotLoad | None  # in progress
+    error: Exception | None  # of the last load
+
+    @property
+    def last_use(self) -> torch.cuda.Event | None:
+        """Kernels launched before it may read what is written next."""
+
+    def write(self, layout: ExpertLayout, rows: Tensor, part: RowIndices, is_copy: bool) -> None:
+        """Write the rows `part` of the expert, uint8 [n, bytes of a row], on the device."""
+
+    def arrived(self, part: RowIndices) -> None:
+        """These rows are present from now on."""
+
+    def ended(self) -> None:
+        """Its load is over, with all rows or without."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,16 +82,22 @@ class Slot:
             return np.flatnonzero(~self.has)
         return needed_rows[~self.has[needed_rows]]
 
-    def arrived(self, row_indices: RowIndices) -> None:
-        self.has[row_indices] = True
+    def write(self, layout: ExpertLayout, rows: Tensor, part: RowIndices, is_copy: bool) -> None:
+        places = torch.from_numpy(part).to(rows.device)
+        layout.write(self.memory, self.experts[0], rows, places, is_copy)
+
+    def arrived(self, part: RowIndices) -> None:
+        self.has[part] = True
         self.num_has = int(np.count_nonzero(self.has))
+
+    def ended(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class SlotLoad:
-    """A load in progress: rows of one expert into its slot."""
+    """A load in progress: rows of one expert into its slot, or into a pool of neurons."""
 
-    slot: Slot
+    slot: LoadTarget
     key: Key
     row_indices: RowIndices  # the first ones go first
     is_demand: bool
@@ -111,15 +130,6 @@ class SlotTable:
 
     def get(self, key: Key) -> Slot | None:
         return self._by_key.get(key)
-
-    def lookup(
-        self, key: Key, needed_rows: RowIndices | None = None
-    ) -> tuple[Residence, Slot | None]:
-        """The residence of the needed rows (None: all) of an expert, and its slot."""
-        slot = self._by_key.get(key)
-        if slot is None:
-            return Residence.ABSENT, None
-        return (Residence.WHOLE if slot.holds(needed_rows) else Residence.PARTIAL), slot
 
     def touch(self, key: Key) -> None:
         """Mark the expert as the most recently used."""

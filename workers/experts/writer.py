@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-from penstock.kernels.expert_rows import quantize_neurons
+from penstock.kernels.neurons import quantize_neurons
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.checkpoint import NAMES, CheckpointExperts, rows_of
 from penstock.workers.experts.expert_file import (
-    INT8_GROUP,
     Bytes,
     ExpertEntry,
     Manifest,
@@ -36,23 +35,22 @@ def write_expert_file(
     compute: torch.dtype,
     *,
     epoch: int = 1,
-    has_int8_copies: bool = False,
+    copies: str = "",
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
     """Write the expert file for models that compute in `compute` to `path`, and its manifest next
     to it. `path` appears only when the file is complete; only this user can read it. With
-    `has_int8_copies`, each expert is followed by its int8 copy; quantised experts have none.
+    `copies`, one of COPIES, each expert is followed by its copy by neurons in that format.
     `on_bytes` is called with the number of bytes after each write.
 
     Raises LoadError for a checkpoint that does not match its config, or where there is no room.
     """
     dtype, config = experts.dtype(compute), experts.config
     packed = PackedExperts(experts, compute) if experts.is_packed else None
-    assert packed is None or not has_int8_copies
     blank = Manifest(
         path=str(path),
         epoch=epoch,
-        checkpoint=experts.identity(compute, has_int8_copies),
+        checkpoint=experts.identity(compute, copies),
         dtype=NAMES[dtype],
         hidden=config.hidden_size,
         inner=config.moe_intermediate_size,
@@ -60,26 +58,29 @@ def write_expert_file(
         layers=experts.layers,
         num_bytes=0,
         entries=(),
-        has_int8_copies=has_int8_copies,
+        copies=copies,
         routers=experts.routers(),
         packed_bytes=0 if packed is None else packed.num_bytes,
     )
     layer_bytes = sum(
-        block_bytes(blank.num_rows, blank.row_bytes_of(expert)) for expert in range(blank.num_known)
+        block_bytes(blank.num_rows_of(expert), blank.row_bytes_of(expert))
+        for expert in range(blank.num_known)
     )
     blank = replace(blank, num_bytes=len(experts.layers) * layer_bytes)
 
     def all_rows() -> Iterator[tuple[int, int, Bytes]]:
         for layer in experts.layers:
             for expert in range(config.num_experts):
+                rows = None
+                if packed is None or copies:
+                    rows = rows_of(experts.parts(layer, expert), dtype)
                 if packed is not None:
                     yield layer, expert, packed.rows(layer, expert)
-                    continue
-                rows = rows_of(experts.parts(layer, expert), dtype)
-                yield layer, expert, rows.view(torch.uint8).numpy()
-                if has_int8_copies:
-                    int8_copies = quantize_neurons(rows, INT8_GROUP)
-                    yield layer, config.num_experts + expert, int8_copies.numpy()
+                elif rows is not None:
+                    yield layer, expert, rows.view(torch.uint8).numpy()
+                if copies and rows is not None:
+                    copy = quantize_neurons(rows, copies)
+                    yield layer, config.num_experts + expert, copy.numpy()
 
     return write_rows(blank, all_rows(), on_bytes)
 
@@ -102,7 +103,7 @@ def write_rows(
             _write(descriptor, rows.tobytes(), offset)
             _write(descriptor, checksums_of(rows).tobytes(), offset + rows.nbytes)
             entries.append(ExpertEntry(layer, expert, offset, rows.nbytes, digest_of(rows)))
-            offset += block_bytes(blank.num_rows, rows.shape[1])
+            offset += block_bytes(*rows.shape)
             on_bytes(rows.nbytes)
         manifest = replace(blank, entries=tuple(entries))
         manifest.check()

@@ -142,6 +142,11 @@ _OfExperts = Callable[[ExpertStats], float]
 EXPERT_GAUGES: tuple[tuple[str, str, _OfExperts], ...] = (
     ("penstock_expert_slots", "Experts that the expert cache has room for.", lambda s: s.num_slots),
     ("penstock_expert_count", "Experts of all layers of the model.", lambda s: s.num_experts),
+    (
+        "penstock_expert_pooled_neurons",
+        "Neurons that the pool of moe_mode sparse has room for.",
+        lambda s: s.num_pooled_neurons,
+    ),
 )
 EXPERT_COUNTERS: tuple[tuple[str, str, _OfExperts], ...] = (
     (

@@ -13,6 +13,7 @@
 #include "attention/decode.h"
 #include "matmul/expert_rows.h"
 #include "export.h"
+#include "neurons.h"
 #include "attention/prefill.h"
 #include "rowwise.h"
 #include "sampling.h"
@@ -29,6 +30,7 @@ OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 OPERATOR(hadamard, HadamardArgs)
 OPERATOR(unpack_neurons, UnpackArgs)
+OPERATOR(neuron_mlp, NeuronArgs)
 
 EXPORTED(rope_write_kv, RopeWriteArgs) {
     if (args->write.dtype == 0)

@@ -175,21 +175,27 @@ class Near:
 
 
 @pytest.mark.parametrize(
-    ("mode", "weights"), [("exact", "fp32"), ("quantized", "fp32"), ("exact", "int4")]
+    ("mode", "weights", "copies"),
+    [
+        ("exact", "fp32", ""),
+        ("quantized", "fp32", "int8"),
+        ("quantized", "fp32", "int4"),
+        ("exact", "int4", ""),
+    ],
 )
-def test_a_worker_on_another_node(spec, mode, weights, monkeypatch):
+def test_a_worker_on_another_node(spec, mode, weights, copies, monkeypatch):
     """The same bits as from a map; one question brings all that a layer waits for."""
     from tests.workers.experts.test_modes import teacher_forced
 
-    int8_copies = mode == "quantized"
-    store = ExpertStore(dataclasses.replace(spec, has_int8_copies=int8_copies, weights=weights))
+    store = ExpertStore(dataclasses.replace(spec, copies=copies, weights=weights))
     client = Near(store)
     remote = RemoteExperts(client, store.manifest())
 
     def run(**options):
         settings = ExpertSettings(
-            num_slots=15, prefetch=False, mode=mode, manifest=store.manifest(), **options
-        )
+            num_slots=15, prefetch=False, mode=mode, copies=copies or "int8",
+            manifest=store.manifest(), **options,
+        )  # fmt: skip
         model = load_model(spec.model, weights=weights, progress=False, experts=settings)
         got = teacher_forced(model, list(range(3, 17)), mode, 14)
         assert model.routed is not None
@@ -223,8 +229,8 @@ def test_models_that_have_no_such_experts(spec):
     dense = dataclasses.replace(spec, model="builtin")
     with pytest.raises(ConfigError, match="this one is dense"):
         ExpertStore(dense).manifest()
-    twice = dataclasses.replace(spec, weights="int8", has_int8_copies=True)
-    with pytest.raises(ConfigError, match=r"moe_mode quantized .*weights is int8"):
+    twice = dataclasses.replace(spec, weights="int8", copies="int4")
+    with pytest.raises(ConfigError, match=r"with int4 copies .*weights is int8"):
         ExpertStore(twice).manifest()
 
 

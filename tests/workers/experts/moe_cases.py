@@ -42,6 +42,8 @@ def poison(cache: ExpertCache) -> None:
     """Rows that were never written are NaN; the layout's padding stays zero."""
     facts = cache.manifest
     shape = facts.inner, 3 * facts.hidden
+    if cache.pool is not None:
+        cache.pool.rows.fill_(0xFF)
     for slot in cache.table:
         if facts.is_packed:
             slot.memory.fill_(0xFF)

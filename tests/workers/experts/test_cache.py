@@ -24,7 +24,6 @@ from penstock.workers.experts.build import slots_within
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.expert_file import CorruptedExpert, ExpertFile
 from penstock.workers.experts.layouts import NeuronLayout
-from penstock.workers.experts.slots import Residence
 from penstock.workers.experts.writer import write_expert_file
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.experts.moe_cases import NUM_EXPERTS, NUM_LAYERS, experts_of, flip, poison
@@ -121,20 +120,18 @@ def test_any_order_of_events(num_slots, is_fair, steps):
     assert all(slot.load is None for slot in cache.table)
 
 
-def test_three_cases_of_a_lookup():
+def test_what_a_slot_holds_of_its_expert():
     cache = make_cache(2)
     table, some = cache.table, np.array([3, 4, 50])
-    assert table.lookup((0, 1)) == table.lookup((0, 1), some) == (Residence.ABSENT, None)
+    assert table.get((0, 1)) is None
     slot = table.take((0, 1))
-    assert slot is not None
+    assert slot is not None and table.get((0, 1)) is slot
     slot.arrived(np.array([3, 4]))
-    assert table.lookup((0, 1), some) == (Residence.PARTIAL, slot)
-    assert slot.missing(some).tolist() == [50]
+    assert not slot.holds(some) and slot.missing(some).tolist() == [50]
     slot.arrived(np.array([50]))
-    assert table.lookup((0, 1), some) == (Residence.WHOLE, slot)
-    assert table.lookup((0, 1)) == (Residence.PARTIAL, slot)
+    assert slot.holds(some) and not slot.holds()
     slot.arrived(slot.missing())
-    assert table.lookup((0, 1)) == (Residence.WHOLE, slot)
+    assert slot.holds()
     assert table.take((0, 2)) is not slot
     assert table.take((0, 3)) is slot and not slot.num_has  # the older one gives way
 
@@ -210,7 +207,7 @@ def test_a_stale_prefetch_is_dropped_and_what_came_of_it_used():
     # The others waited for the link; 0 was dropped when only 1 was needed, and half of it stayed.
     assert (counts.num_prefetched, counts.num_prefetch_used, counts.num_partial) == (1, 1, 1)
     assert link.demand_bytes + link.prefetch_bytes == 2 * inner * row_bytes
-    assert cache.table.lookup((1, 2))[0] is Residence.ABSENT
+    assert cache.table.get((1, 2)) is None
 
 
 def test_a_prefetch_that_is_needed_is_waited_for():
@@ -233,7 +230,8 @@ def test_nothing_is_evicted_for_a_prefetch_while_the_link_is_busy():
     assert next(going)[0] == 4  # it was being waited for all the time
     wait_for(lambda: cache.counts.num_prefetched)
     assert cache.counts.num_prefetched == 1, "one at a time"
-    assert cache.table.lookup((0, 1))[0] is Residence.WHOLE, "only the older one gave way"
+    slot = cache.table.get((0, 1))
+    assert slot is not None and slot.holds(), "only the older one gave way"
     cache.close()
 
 

@@ -239,8 +239,8 @@ def test_no_room(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing is left of it"
 
 
-@pytest.mark.parametrize("has_int8_copies", [False, True])
-def test_a_checkpoint_that_does_not_match_its_config(has_int8_copies, tmp_path):
+@pytest.mark.parametrize("copies", ["", "int8", "int4"])
+def test_a_checkpoint_that_does_not_match_its_config(copies, tmp_path):
     experts = experts_of(make_checkpoint("mixtral"))
     wrong = dataclasses.replace(experts.config, num_experts=6)
     with pytest.raises(LoadError, match=r"gate\.weight' has shape \[5, 64\]"):
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_does_not_match_its_config(has_int8_copies, tmp_path):
             dataclasses.replace(experts, tensors=some),
             tmp_path / "a",
             FP32,
-            has_int8_copies=has_int8_copies,
+            copies=copies,
         )
     assert not list(tmp_path.iterdir())
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_does_not_match_its_config(has_int8_copies, tmp_path):
 def test_a_damaged_int8_copy_is_named(tmp_path):
     """It has a digest of its own; the expert itself is whole."""
     path, experts = tmp_path / "a", experts_of(make_checkpoint("mixtral"))
-    manifest = write_expert_file(experts, path, FP32, has_int8_copies=True)
+    manifest = write_expert_file(experts, path, FP32, copies="int8")
     assert Manifest.from_json(manifest.to_json()) == manifest
     entry = next(e for e in manifest.entries if (e.layer, e.expert) == (1, 5 + 3))
     flip(path, entry.offset + 7 * manifest.row_bytes_of(8) + 1)

@@ -219,13 +219,17 @@ def test_experts_that_are_not_alike(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"mode": "sparse"}, {"mode": "quantized"}, {"thresholds": "/nowhere"}],
+    ("weights", "options"),
+    [
+        ("nf4", {"mode": "sparse"}),
+        ("int4", {"mode": "quantized"}),
+        ("int4", {"thresholds": "/nowhere"}),
+    ],
 )
-def test_neurons_of_quantised_experts_are_refused(options, tmp_path):
+def test_neurons_of_quantised_experts_are_refused(weights, options, tmp_path):
     who = f"moe_mode {options['mode']}" if "mode" in options else "moe_thresholds"
-    with pytest.raises(ConfigError, match=f"{who} .*weights is int4.*auto, fp32 or bf16"):
-        cached(make_checkpoint("olmoe"), "int4", **options)
+    with pytest.raises(ConfigError, match=f"{who} .*weights is {weights}.*auto, fp32 or bf16"):
+        cached(make_checkpoint("olmoe"), weights, **options)
     quantized_copy(tmp_path / "model", make_checkpoint("mixtral"), "gptq")
     with pytest.raises(ConfigError, match=f"{who} .*checkpoint is quantised.*original checkpoint"):
         cached(tmp_path / "model", "auto", **options)

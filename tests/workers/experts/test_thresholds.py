@@ -12,7 +12,7 @@ import torch
 
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.thresholds import KEEPS, Calibration, ScoreHistograms
+from penstock.workers.experts.neurons.thresholds import KEEPS, Calibration, ScoreHistograms
 from tests.workers.checkpoints import random_prompt
 from tests.workers.experts.test_modes import load
 from tests.workers.models.test_decoder import PagedDecoder, Tokens

@@ -264,7 +264,7 @@ def test_neurons_of_a_plain_file(tmp_path, capsys):
         assert cached.routed is not None
         cached.routed.close()
         assert (cached.routed.selector is not None) == (mode == "sparse")
-        assert cached.routed.cache.manifest.has_int8_copies == (mode == "quantized")
+        assert cached.routed.cache.manifest.copies == ("int8" if mode == "quantized" else "")
         exact = logits_of(load_model(file, progress=False), prompt, 3)
         assert torch.equal(logits_of(cached, prompt, 3), exact), "rows of no mode are exact"
         cached.routed.close()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from penstock.kernels.matmul import linear, pack_linear
+from penstock.kernels.neurons import dequantize_neurons
 from penstock.kernels.quant import WeightFormat, quantize_weight
 from penstock.kernels.types import PackedLinear
 from penstock.workers.experts.expert_file import RowSource
@@ -29,15 +30,20 @@ class NeuronScores:
     """Scores of all experts' neurons, `kind` of them, from copies in `format`."""
 
     def __init__(self, source: RowSource, kind: str, format: WeightFormat, device: torch.device):
-        """Reads every expert of `source`, whose rows are neurons, once. Raises CorruptedExpert."""
+        """Reads every expert of `source`, whose rows or copies are neurons, once. Raises
+        CorruptedExpert."""
         facts = source.manifest
-        assert not facts.is_packed
+        assert facts.copies or not facts.is_packed
         self.kind, self.format, self.inner = kind, format, facts.inner
         hidden, dtype = facts.hidden, DTYPES[facts.dtype]
         self._copies: dict[Key, PackedLinear] = {}
         for layer in facts.layers:
             for expert in range(facts.num_experts):
-                rows = torch.tensor(source.rows(layer, expert)).view(dtype)
+                if facts.is_packed:
+                    copy = torch.tensor(source.rows(layer, facts.num_experts + expert))
+                    rows = dequantize_neurons(copy, hidden, facts.copies)
+                else:
+                    rows = torch.tensor(source.rows(layer, expert)).view(dtype)
                 gate, up, _ = rows.split(hidden, 1)
                 parts = {"gate": gate, "up": up, "product": torch.cat([gate, up])}
                 weight = parts[kind].float().to(device)
