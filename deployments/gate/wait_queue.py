@@ -196,17 +196,19 @@ class GateQueue:
         for entry in self._waiting.values():
             lines.setdefault(entry.tenant, []).append((self._key(entry, now, top), entry))
         heap: list[tuple[int, float, int, str]] = []
+        counts: dict[str, float] = {}
         for tenant, line in lines.items():
             heapq.heapify(line)  # no two keys are equal
-            heap.append(self._place(line[0][1], self.counters[tenant], now, top))
+            counts[tenant] = self.counters[tenant]
+            heap.append(self._place(line[0][1], counts[tenant], now, top))
         heapq.heapify(heap)
         while heap:
-            _, count, _, tenant = heapq.heappop(heap)
+            *_, tenant = heapq.heappop(heap)
             line = lines[tenant]
             _, entry = heapq.heappop(line)
             if line:
-                count += self.charge_of(entry)
-                heapq.heappush(heap, self._place(line[0][1], count, now, top))
+                counts[tenant] += self.charge_of(entry)
+                heapq.heappush(heap, self._place(line[0][1], counts[tenant], now, top))
             yield entry
 
     def charge_of(self, entry: Waiting) -> float:

@@ -295,8 +295,12 @@ def _higher(row: Mapping[str, Any]) -> str:
     return f"{fixed(percent, 2)} ± {100 * row['more_nll_error']:.2f} %"
 
 
-def expert_speed(result: Result) -> str:
+def expert_speed(*results: Result) -> str:
     """Milliseconds a token by cache size and mode, once for each link speed."""
+    return "\n\n".join(map(_expert_speed, results))
+
+
+def _expert_speed(result: Result) -> str:
     parts = []
     if result.figures.get("experts"):
         parts.append(f"A made-up model of {result.figures['experts']} experts a layer:")

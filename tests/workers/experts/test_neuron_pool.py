@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from penstock.workers.experts.build import split_for_neurons
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.expert_file import CorruptedExpert, ExpertFile, copy_bytes
-from penstock.workers.experts.neurons.pool import MAX_USES, NeuronPool
+from penstock.workers.experts.neurons.places import MAX_USES
+from penstock.workers.experts.neurons.pool import NeuronPool
 from penstock.workers.experts.writer import write_expert_file
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.experts.moe_cases import NUM_EXPERTS, NUM_LAYERS, experts_of, flip, poison

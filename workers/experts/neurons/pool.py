@@ -1,9 +1,8 @@
-"""A pool of neurons of all experts: which are there, where each lies, and which give way.
+"""A pool of neurons of all experts: which are there, and how those that are missing come.
 
 A place holds the row of one neuron: memory of a given size holds the neurons that are used of many
-experts, where slots of whole experts hold few. A place is given to another neuron by a clock hand:
-it passes places in a ring, takes one use from each that has some, and takes the first that have
-none (GCLOCK; Smith 1978). Loads run on the expert cache's copier, under its lock.
+experts, where slots of whole experts hold few. places.py says where each lies and which give way.
+Loads run on the expert cache's copier, under its lock.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from penstock.workers.experts.copier import ExpertCopier
 from penstock.workers.experts.expert_file import Manifest, RowIndices
 from penstock.workers.experts.layouts import ExpertLayout
 from penstock.workers.experts.lookups import CacheCounts
+from penstock.workers.experts.neurons.places import Places, PlaceTable
 from penstock.workers.experts.slots import Key, SlotLoad
-
-Places = npt.NDArray[np.int32]  # by neuron of an expert: its place in the pool; -1: it has none
-MAX_USES = 3  # that are counted: rounds of the hand which a neuron outlasts without a use
-WINDOW = 256  # places that the hand looks at together
 
 
 class PooledExpert:
@@ -35,8 +31,8 @@ class PooledExpert:
 
     def __init__(self, pool: NeuronPool, key: Key, index: int):
         self.pool, self.key, self.index = pool, key, index
-        self.places: Places = pool.places[index]
-        self.has: npt.NDArray[np.bool_] = pool.has[index]
+        self.places: Places = pool.table.places[index]
+        self.has: npt.NDArray[np.bool_] = pool.table.has[index]
         self.load: SlotLoad | None = None
         self.error: Exception | None = None
         self.was_prefetched = False
@@ -56,7 +52,7 @@ class PooledExpert:
         self.has[part] = True
 
     def ended(self) -> None:
-        self.pool.free_unfilled(self)
+        self.pool.table.free_unfilled(self.index)
 
 
 class NeuronPool:
@@ -78,24 +74,15 @@ class NeuronPool:
         )
         self.counts = counts
         self.last_use: torch.cuda.Event | None = None  # kernels launched before it may read rows
-        self.places: Places = np.full((facts.num_all, facts.inner), -1, np.int32)
-        self.has = np.zeros((facts.num_all, facts.inner), np.bool_)
+        self.table = PlaceTable(num_places, facts.num_all, facts.inner)
         keys = [(layer, e) for layer in facts.layers for e in range(facts.num_experts)]
         self.experts = {key: PooledExpert(self, key, i) for i, key in enumerate(keys)}
-        # By place: whose it is (-1: nobody's), its neuron, its uses, and whether it must stay.
-        self._owner = np.full(num_places, -1, np.int32)
-        self._neuron = np.zeros(num_places, np.int32)
-        self._uses = np.zeros(num_places, np.uint8)
-        self._in_use = np.zeros(num_places, np.bool_)
-        self._free = np.arange(num_places, dtype=np.int32)[::-1].copy()  # a stack
-        self._num_free = num_places
-        self._hand = 0
         self._pinned: dict[Key, RowIndices] = {}
         self._prefetch_queue: deque[tuple[Key, RowIndices]] = deque()
 
     @property
     def num_places(self) -> int:
-        return len(self._owner)
+        return self.table.num_places
 
     def visit(
         self,
@@ -140,14 +127,7 @@ class NeuronPool:
     def check(self) -> None:
         """Assert that the tables agree with one another."""
         with self.copier.changed:
-            placed = np.argwhere(self.places >= 0)
-            at = self.places[placed[:, 0], placed[:, 1]]
-            assert len(np.unique(at)) == len(at)
-            assert (self._owner[at] == placed[:, 0]).all()
-            assert (self._neuron[at] == placed[:, 1]).all()
-            free = self._free[: self._num_free]
-            assert len(at) + len(free) == self.num_places and (self._owner[free] == -1).all()
-            assert not (self.has & (self.places < 0)).any()
+            self.table.check()
 
     # -- all methods below: with the lock held
 
@@ -157,15 +137,10 @@ class NeuronPool:
             key, rows = self._prefetch_queue.popleft()
             expert = self.experts[key]
             missing = expert.missing(rows)
-            if expert.load is None and len(missing) and self._place(expert, rows):
+            if expert.load is None and len(missing) and self.table.give(expert.index, rows):
                 expert.was_prefetched = True
                 self.counts.num_prefetched += 1
                 self._load(expert, missing, is_demand=False)
-
-    def free_unfilled(self, expert: PooledExpert) -> None:
-        """Its load is over: places for which no row came are free, unless a visit needs them."""
-        unfilled = np.flatnonzero((expert.places >= 0) & ~expert.has)
-        self._give_back(unfilled[~self._in_use[expert.places[unfilled]]], expert)
 
     def _drop_stale(self, layer: int, needed: Mapping[int, RowIndices]) -> None:
         self._prefetch_queue.clear()
@@ -199,11 +174,9 @@ class NeuronPool:
 
     def _pin(self, expert: PooledExpert, rows: RowIndices) -> bool:
         """Keep these neurons, and load those that are missing; False if there is no room."""
-        if not self._place(expert, rows):
+        if not self.table.give(expert.index, rows):
             return False
-        places = expert.places[rows]
-        self._in_use[places] = True
-        self._uses[places] = np.minimum(self._uses[places] + 1, MAX_USES)
+        self.table.use(expert.index, rows)
         self._pinned[expert.key] = rows
         missing = expert.missing(rows)
         if len(missing) and expert.load is not None:
@@ -218,9 +191,9 @@ class NeuronPool:
 
     def _unpin(self, key: Key) -> None:
         expert, rows = self.experts[key], self._pinned.pop(key)
-        self._in_use[expert.places[rows]] = False
+        self.table.release(expert.index, rows)
         if expert.load is None and len(expert.missing(rows)):
-            self.free_unfilled(expert)
+            self.table.free_unfilled(expert.index)
         if self.rows.is_cuda:
             self.last_use = self.last_use or torch.cuda.Event()
             self.last_use.record(torch.cuda.current_stream(self.rows.device))
@@ -257,66 +230,3 @@ class NeuronPool:
                     continue
             began_s = began_s or time.perf_counter()
             self.copier.wait()
-
-    def _place(self, expert: PooledExpert, rows: RowIndices) -> bool:
-        """Give each of these neurons a place, if there is room for all of them."""
-        places = expert.places[rows]
-        lacking = rows[places < 0]
-        if not len(lacking):
-            return True
-        kept = places[places >= 0]
-        kept = kept[~self._in_use[kept]]
-        self._in_use[kept] = True  # the hand must not take what is there already
-        found = self._take(len(lacking))
-        self._in_use[kept] = False
-        if found is None:
-            return False
-        expert.places[lacking] = found
-        self._owner[found], self._neuron[found] = expert.index, lacking
-        self._uses[found] = 0
-        return True
-
-    def _take(self, count: int) -> Places | None:
-        """So many places: free ones first; None if there are too few that may be taken."""
-        num_free = min(count, self._num_free)
-        victims = self._victims(count - num_free)
-        if victims is None:
-            return None
-        self._num_free -= num_free
-        free = self._free[self._num_free : self._num_free + num_free].copy()
-        self.places[self._owner[victims], self._neuron[victims]] = -1
-        self.has[self._owner[victims], self._neuron[victims]] = False
-        return np.concatenate([free, victims])
-
-    def _victims(self, count: int) -> Places | None:
-        """The next places that may be taken, by the clock hand; None if there are too few."""
-        found = [np.empty(0, np.int64)]
-        if not count:
-            return found[0].astype(np.int32)
-        num_windows = -(-self.num_places // WINDOW)
-        chosen = np.zeros(self.num_places, np.bool_)
-        for _ in range(num_windows * (MAX_USES + 1) + 1):
-            first, end = self._hand, min(self._hand + WINDOW, self.num_places)
-            part = slice(first, end)
-            may_go = (self._owner[part] >= 0) & ~self._in_use[part] & ~chosen[part]
-            filled = self.has[self._owner[part], self._neuron[part]]  # a load fills the others
-            may_go &= filled
-            idle = np.flatnonzero(may_go & (self._uses[part] == 0))[:count]
-            count -= len(idle)
-            if not count and len(idle):
-                end = first + int(idle[-1]) + 1
-            passed = np.flatnonzero(may_go[: end - first])
-            self._uses[first + passed] -= self._uses[first + passed] > 0
-            chosen[first + idle] = True
-            found.append(first + idle)
-            self._hand = end % self.num_places
-            if not count:
-                break
-        return None if count else np.concatenate(found).astype(np.int32)
-
-    def _give_back(self, neurons: RowIndices, expert: PooledExpert) -> None:
-        places = expert.places[neurons]
-        expert.places[neurons] = -1
-        self._owner[places] = -1
-        self._free[self._num_free : self._num_free + len(places)] = places
-        self._num_free += len(places)

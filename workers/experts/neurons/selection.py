@@ -15,7 +15,8 @@ from torch import Tensor
 from penstock.kernels.neurons import PooledNeurons
 from penstock.workers.experts.expert_file import RowIndices
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.neurons.pool import NeuronPool, Places
+from penstock.workers.experts.neurons.places import Places
+from penstock.workers.experts.neurons.pool import NeuronPool
 from penstock.workers.experts.neurons.scores import NeuronSelector
 
 
