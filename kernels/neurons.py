@@ -5,15 +5,18 @@ copy of it in codes. int8: 3 * d codes, then an fp32 scale for each 64 numbers a
 group of a part may be shorter). int4: for each 32 numbers along d 16 bytes, number i in the lower
 and number 16 + i in the upper half of byte i, as code + 8, then a bf16 scale for each. Value = code
 * scale. Only the chosen rows are read. A token's result depends on its neurons alone: not on where
-their rows lie, and on a CPU not on other tokens or threads.
+their rows lie, not on other tokens, not on threads. Backends: Triton on a GPU, the native library
+on a CPU, else plain PyTorch.
 """
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +29,24 @@ BLOCK = 16  # neurons that the native library adds up in one chain: NEURONS in c
 NATIVE_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}  # of rows, there
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INT8_GROUP, INT4_GROUP = 64, 32  # numbers that share a scale
+
+
+class NeuronBackend(Protocol):
+    """What Triton implements on a GPU, for pools that suit it."""
+
+    def suits(self, pool: Tensor, format: str, dim: int) -> bool: ...
+
+    def neuron_mlp(
+        self, x: Tensor, pool: Tensor, format: str, places: Tensor, counts: Sequence[int],
+        out: Tensor,
+    ) -> Tensor: ...  # fmt: skip
+
+
+@functools.cache
+def _triton() -> NeuronBackend:
+    from penstock.kernels.triton import neurons  # Triton is not installed on every machine
+
+    return neurons
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +69,9 @@ def neuron_mlp(x: Tensor, neurons: PooledNeurons, out: Tensor) -> Tensor:
     assert x.shape == out.shape and x.stride(1) == out.stride(1) == 1
     assert len(neurons.counts) == len(x) and sum(neurons.counts) == len(neurons.places)
     assert neurons.pool.is_contiguous() and neurons.places.dtype == torch.int32
+    if x.is_cuda and _triton().suits(neurons.pool, neurons.format, x.shape[1]):
+        given = neurons.pool, neurons.format, neurons.places, neurons.counts
+        return _triton().neuron_mlp(x, *given, out)
     library = native.usable(x)
     if library is None or neurons.format not in NATIVE_FORMATS:
         return _reference(x, neurons, out)

@@ -32,6 +32,7 @@ from benchmarks.gpu import attention as gpu_attention  # isort: skip
 from benchmarks.gpu import kv as gpu_kv  # isort: skip
 from benchmarks.gpu import linear as gpu_linear  # isort: skip
 from benchmarks.gpu import moe as gpu_moe  # isort: skip
+from benchmarks.gpu import neurons as gpu_neurons  # isort: skip
 from benchmarks.gpu import order as gpu_order  # isort: skip
 from benchmarks.gpu import rowwise as gpu_rowwise  # isort: skip
 from benchmarks.gpu import sampling as gpu_sampling  # isort: skip
@@ -42,6 +43,7 @@ PARTS = {
     "rowwise": gpu_rowwise,
     "linear": gpu_linear,
     "moe": gpu_moe,
+    "neurons": gpu_neurons,
     "sampling": gpu_sampling,
     "arena": gpu_arena,
     "order": gpu_order,

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of quantised linears, routed experts and sampling, as
+"""Compiles the Triton kernels of quantised linears, experts, neurons and sampling, as
 triton_compiles.py does. Each for one generation of GPU; with `--all`, for both.
 """
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.kernels.triton import matmul_kernels as matmul
 from penstock.kernels.triton import moe as moe_triton
+from penstock.kernels.triton import neurons
 from penstock.kernels.triton import rowwise_quant as rows
 from penstock.kernels.triton import sampling as sampling_triton
 from penstock.kernels.triton.matmul_tiles import choose_tiles
@@ -22,6 +23,9 @@ NORM = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "total_ptr"), "bf16")
 QUANTIZED = {"codes_ptr": "i8", "scales_ptr": "fp32"}
 SIZES = {"DIM": 4096, "GROUP": 64, "HADAMARD": False, "TILE": 4096}
 TRANSFORMED = {"HADAMARD": True}
+NEURONS = dict.fromkeys(("x_ptr", "rows_ptr", "scales_ptr"), "bf16")
+NEURONS |= {"places_ptr": "i32", "index_ptr": "i32", "sums_ptr": "fp32"}
+NEURON_SIZES = {"DIM": 2048, "NEURONS": neurons.BLOCK, "TILE": neurons.TILE}
 REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 
 
@@ -113,6 +117,18 @@ KERNELS = {
     "quantize fp8": (
         rows._quantize_kernel, {"x_ptr": "bf16", "codes_ptr": "u8", "scales_ptr": "fp32"},
         SIZES | {"GROUP": 0, "FP8": True}, 8, 3,
+    ),
+    "neurons plain": (neurons._blocks_kernel, NEURONS, NEURON_SIZES | {"FORMAT": 0}, 4, 3),
+    "neurons int8": (
+        neurons._blocks_kernel, NEURONS | {"rows_ptr": "i8", "scales_ptr": "fp32"},
+        NEURON_SIZES | {"FORMAT": 1}, 4, 3,
+    ),
+    "neurons int4": (
+        neurons._blocks_kernel, NEURONS | {"rows_ptr": "u8"}, NEURON_SIZES | {"FORMAT": 2}, 4, 3,
+    ),
+    "neurons sum": (
+        neurons._sum_kernel, {"sums_ptr": "fp32", "index_ptr": "i32", "out_ptr": "bf16"},
+        {"DIM": 2048, "TILE": neurons.TILE}, 4, 3,
     ),
 }  # fmt: skip
 
