@@ -37,7 +37,7 @@ _DENSE = {
 }
 _WIDE = {**_DENSE, "hidden_size": 96, "head_dim": 24}
 _MOE = {**_DENSE, "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40}
-_MANY = {"num_experts_per_tok": 8, "moe_intermediate_size": 24}
+_MANY = {"num_experts_per_tok": 8, "moe_intermediate_size": 32}
 _QWEN2_MOE = {**_MOE, "shared_expert_intermediate_size": 56}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}
 _YARN = {
