@@ -59,6 +59,7 @@ RAY_FILES = {
         "several_nodes/test_nodes.py",
         "several_nodes/test_weights_update.py",
         "test_nodes_ingress.py",
+        "supervision/test_groups.py",
         "autoscale/test_scaling.py",
         "autoscale/test_to_zero.py",
         "cli/test_main.py",

@@ -138,6 +138,12 @@ class DeviceOptions:
     threads: int | None = option(
         None, "CPU threads of one worker; none: one for each core that the worker gets", min=1
     )
+    tensor_parallel_size: int = option(
+        1,
+        "processes that share one worker's model, each with some of its heads and columns; results "
+        "are those of one process, bit for bit. On CPUs, for dense models, so far",
+        min=1,
+    )
     compute_cores: str | None = option(
         None,
         "cores reserved for the workers' compute threads, in taskset's syntax: 1, or 2-7,9; all "
@@ -356,10 +362,21 @@ class EngineConfig(
             raise ConfigError(
                 f"moe_mode {self.moe_mode} needs an expert cache; set its size with expert_cache_gb"
             )
+        self._check_group()
         try:
             _ = self.cores
         except ValueError as error:
             raise ConfigError(f"compute_cores: {error}") from None
+
+    def _check_group(self) -> None:
+        if self.tensor_parallel_size == 1:
+            return
+        wanted = f"tensor_parallel_size {self.tensor_parallel_size}"
+        if self.device == "cuda":
+            raise ConfigError(f"{wanted} works on CPUs so far; leave it out, or use device cpu")
+        for name in ("host_kv_gb", "expert_cache_gb"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{wanted} cannot be combined with {name}: leave one of them out")
 
     @property
     def numerics(self) -> str:

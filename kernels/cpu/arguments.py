@@ -93,6 +93,9 @@ UNPACK_NEURONS = Arguments("dtype rows row_stride places count gate_up down hidd
 NEURON_MLP = Arguments(
     "dtype x x_stride pool row_bytes format places ends sums out out_stride tokens dim threads"
 )
+GATHER = Arguments(
+    "own own_stride own_bytes shared at all_bytes out out_stride rows arrived calls rank ranks"
+)
 SAMPLE = Arguments(
     "dtype logits stride rows vocab inverse_temperature top_k top_p min_p uniform scratch ids "
     "threads"
@@ -123,6 +126,7 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "unpack_neurons": UNPACK_NEURONS,
     "neuron_mlp": NEURON_MLP,
     "sample": SAMPLE,
+    "gather": GATHER,
 }
 FUNCTIONS: Mapping[str, Arguments] = {**OPERATORS, "run": RUN}
 

@@ -29,6 +29,7 @@ from penstock.workers.memory.restore import PROBE_ROWS, Rates
 from penstock.workers.memory.workspace import StepMemory
 from penstock.workers.model_config import check_length
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.scheduling.deferral import (
     Rule,
     deferral_of,
@@ -60,7 +61,7 @@ def build_parts(
     """The connected parts. Raises ConfigError where memory is short. Arguments: those of Engine."""
     check_length(config.max_model_len, model.config.max_position_embeddings)
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
-    layout = _block_layout(config, model, kv)
+    layout = block_layout(config, model, kv)
     sizes = graph_sizes(config, model, capture is not None)
     memory = step_memory(config, layout, model, 0 if sizes is None else sizes.num_bytes)
     log_memory(config, memory)
@@ -81,7 +82,9 @@ def build_parts(
         config.max_model_len or model.config.max_position_embeddings,
         memory.arena.num_blocks * config.block_size,
     )
-    executor = _executor(config, model, memory, max_model_len)
+    executor = make_executor(config, model, memory, max_model_len)
+    if isinstance(model, ShardDecoder) and model.on_memory is not None:
+        model.on_memory(memory.arena.num_blocks, max_model_len)  # before the first pass
     most_rows = memory.tokens_that_fit(PROBE_ROWS)
     if config.kv_commit != "eager":
         rule = commit_rule or rule_of(
@@ -108,7 +111,7 @@ def _device_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def _block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLayout:
+def block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLayout:
     return BlockLayout(
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
@@ -119,7 +122,7 @@ def _block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLa
     )
 
 
-def _executor(
+def make_executor(
     config: EngineConfig, model: Decoder, memory: StepMemory, max_model_len: int
 ) -> Executor:
     arena = memory.arena

@@ -198,11 +198,10 @@ class Engine:
         self.times.end("deliver")
 
     def close(self) -> None:
-        """End the threads that copy KV blocks and experts."""
+        """End the threads that copy KV blocks and experts, and the other ranks of a group."""
         if self.cache.swap is not None:
             self.cache.swap.close()
-        if self.model.routed is not None:
-            self.model.routed.close()
+        self.model.close()
 
     def stats(self) -> EngineStats:
         num_outstanding = sum(map(num_outstanding_tokens, self._sequences.values()))

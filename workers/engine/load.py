@@ -6,6 +6,7 @@ Apart from worker.py, whose other importers must not load torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,12 +14,16 @@ import torch
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores, kept_to
 from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.group.leader import Leader
 from penstock.workers.engine.thread import EngineThread
+from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings, settings_of
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.pooling import read_pooling
+from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.rank import Rank
 from penstock.workers.progress import PREPARING, Progress, Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.request import Delta
@@ -38,24 +43,35 @@ def load_engine(
     `experts`, `remote_experts`: as for Worker.load. `report`: told of the progress; None: a bar if
     stderr is a terminal. Raises LoadError and ConfigError.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.tensor_parallel_size > 1:
+        config = _with_shared_cores(config, device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         folder = verified_folder(config, report)
-        model = load_configured(
-            config,
-            folder,
-            device,
-            progress=True if report is None else report,
-            experts=settings_of(config, experts, remote_experts),
-        )
-        if report is not None:
-            report(Progress(PREPARING))
-        return Engine(config, model, pooling=read_pooling(folder, config.pooling))
+        leader = Leader(config, folder) if config.tensor_parallel_size > 1 else None
+        try:
+            model = load_configured(
+                config,
+                folder,
+                device,
+                progress=True if report is None else report,
+                experts=settings_of(config, experts, remote_experts),
+                rank=None if leader is None else leader.rank,
+            )
+            if report is not None:
+                report(Progress(PREPARING))
+            if leader is not None and isinstance(model, ShardDecoder):
+                leader.lead(model)
+            return Engine(config, model, pooling=read_pooling(folder, config.pooling))
+        except BaseException:
+            if leader is not None:
+                leader.close()
+            raise
 
 
 def load_configured(
@@ -66,10 +82,12 @@ def load_configured(
     dtype: str = "auto",
     progress: bool | Report = True,
     experts: ExpertSettings | None = None,
+    rank: Rank | None = None,
 ) -> Decoder:
     """The model in `folder` with the number formats of `config`.
 
-    `device`: cpu or cuda. `dtype`, `progress`, `experts`, and what it raises: as `load_model`.
+    `device`: cpu or cuda. `dtype`, `progress`, `experts`, `rank`, and what it raises: as
+    `load_model`.
     """
     return load_model(
         str(folder),
@@ -82,7 +100,19 @@ def load_configured(
         device=device,
         progress=progress,
         experts=experts,
+        rank=rank,
     )
+
+
+def _with_shared_cores(config: EngineConfig, device: str) -> EngineConfig:
+    """With the threads of one rank. Raises ConfigError where a group cannot run."""
+    if device != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} works on CPUs so far; leave it "
+            "out, or set device to cpu"
+        )
+    threads = config.threads or torch.get_num_threads()
+    return replace(config, threads=max(1, threads // config.tensor_parallel_size))
 
 
 def thread_for(

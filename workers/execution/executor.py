@@ -89,7 +89,7 @@ class Executor:
         moe_rows = None
         if self.model.routed is not None:
             moe_rows = StepRows.of(step.moe_spans, self.model.device)
-        hidden = self._hidden(token_ids, positions, inputs, workspace, moe_rows)
+        hidden = self.hidden(token_ids, positions, inputs, workspace, moe_rows)
         hidden_s = clock()
         if moe_rows is not None and self.model.routed is not None:
             self.model.routed.count_neurons(*count_neurons(step.chunks, moe_rows))
@@ -140,7 +140,7 @@ class Executor:
 
         return DecodeGraphs(sizes, run, capture, memory)
 
-    def _hidden(
+    def hidden(
         self,
         token_ids: Tensor,
         positions: Tensor,
@@ -170,7 +170,7 @@ class Executor:
             prefill=PrefillBatch(one[:0, None], one[:1] - 1, one[:0], max_query_len=0),
         )
         with self.memory.lease(num_rows) as workspace:
-            hidden = self._hidden(nothing, nothing, inputs, workspace)
+            hidden = self.hidden(nothing, nothing, inputs, workspace)
             self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
 
     def _prompt_logprobs(self, prompt: PromptRows, hidden: Tensor) -> list[LogprobRows]:

@@ -45,11 +45,11 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head
         self.routed = routed  # None unless experts are served from a cache
-        num_scales = max(
+        self.num_scales = max(  # of a row that is rounded to int8
             (num_groups(p.in_features, p.group) for p in linears_of(layers) if p.takes_int8),
             default=1,
         )
-        self.plan = activation_plan(config, self.dtype, num_scales)
+        self.plan = activation_plan(config, self.dtype, self.num_scales)
         slots = () if routed is None else routed.cache.table
         cached = [packed for slot in slots for packed in slot.widest]
         self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
@@ -114,7 +114,7 @@ class Decoder:
         rows = [None if form is None else of_form[form] for form in self._row_forms] + [None]
         rolled = None
         if inputs.rolling is not None:
-            q_sink = ws.q_sink.unflatten(1, (-1, self.config.head_dim))
+            q_sink = self.sink_queries(ws).unflatten(1, (-1, self.config.head_dim))
             rolled = inputs.rolling.split(q_sink, inputs.num_decode)
         x: Tensor | Int8Rows
         if rows[0] is not None:
@@ -129,6 +129,15 @@ class Decoder:
             y = layer.mlp(x, ws)
             x = self._add_norm(y, next_norm, ws, next_rows)
         return ws.normed
+
+    def close(self) -> None:
+        """End what computes beside this process: threads that copy experts, other ranks."""
+        if self.routed is not None:
+            self.routed.close()
+
+    def sink_queries(self, ws: Workspace) -> Tensor:
+        """[T, heads * head_dim], for the queries that are turned towards the sinks."""
+        return ws.q_sink
 
     def _add_norm(
         self, y: Tensor, weight: Tensor, ws: Workspace, rows: Int8Rows | None

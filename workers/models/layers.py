@@ -108,8 +108,32 @@ class Attention:
         `x` may lie in R2, which is overwritten. Int8 rows have `row_form`.
         `rolled`: `inputs.rolling` split, if there is any.
         """
+        attended = self.attend(
+            x, workspace, inputs, kv, rolled, qkv=workspace.qkv, attended=workspace.attended
+        )
+        if self.o.takes_int8:
+            rows = Int8Rows.inside(
+                attended, self.o.group, workspace.row_scales, hadamard=self.o.hadamard
+            )
+            rows = quantize_int8(attended, out=rows)
+            return linear(rows, self.o, out=workspace.projected)
+        return linear(attended, self.o, out=workspace.projected)
+
+    def attend(
+        self,
+        x: Tensor | Int8Rows,
+        workspace: Workspace,
+        inputs: AttentionInputs,
+        kv: PagedKv,
+        rolled: RolledRows | None,
+        *,
+        qkv: Tensor,
+        attended: Tensor,
+    ) -> Tensor:
+        """The heads' output before the projection, in `attended` [T, heads * head_dim]; q, k and v
+        lie in `qkv` meanwhile."""
         num_tokens = x.shape[0]
-        qkv = linear(x, self.qkv, out=workspace.qkv).view(num_tokens, -1, self.head_dim)
+        qkv = linear(x, self.qkv, out=qkv).view(num_tokens, -1, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
         if self.qk_norms is not None:
             self._norm_(q, self.qk_norms[0])
@@ -119,15 +143,8 @@ class Attention:
         if rolled is not None:  # evicted tokens reduce the distance to the sinks
             rope_to(q, workspace.sink_cos, workspace.sink_sin, out=rolled.q_sink)
         rope_write_kv(q, k, v, workspace.cos, workspace.sin, kv, inputs.slots)
-        attended = workspace.attended
         self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
-        if self.o.takes_int8:
-            rows = Int8Rows.inside(
-                attended, self.o.group, workspace.row_scales, hadamard=self.o.hadamard
-            )
-            rows = quantize_int8(attended, out=rows)
-            return linear(rows, self.o, out=workspace.projected)
-        return linear(attended, self.o, out=workspace.projected)
+        return attended
 
     def _norm_(self, x: Tensor, weight: Tensor) -> None:
         """RMSNorm of `x` [T, heads, head_dim] in place: over each head, or over a row's heads."""

@@ -22,6 +22,9 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
+from penstock.workers.models.shards.layers import ShardAttention, ShardDecoder, ShardMlp
+from penstock.workers.models.shards.rank import Rank
+from penstock.workers.models.shards.shard import Shard, cut
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
     INT4,
@@ -58,6 +61,7 @@ def load_model(
     device: str = "cpu",
     progress: bool | Report = True,
     experts: ExpertSettings | None = None,
+    rank: Rank | None = None,
 ) -> Decoder:
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
 
@@ -69,9 +73,9 @@ def load_model(
     `dtype`: of activations and of weights that are not quantised: "auto" is the checkpoint's (fp16
     becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. `progress`: who is told
     of it; True: a bar if stderr is a terminal; False: nobody. With `experts`, routed experts stay
-    in host memory and are served from an expert cache, which `Decoder.routed.close` ends. Raises
-    ConfigError for an unusable config and LoadError, naming file and tensor, for weights that do
-    not match it.
+    in host memory and are served from an expert cache, which `Decoder.close` ends. `rank`: load
+    only what this rank of a group computes. Raises ConfigError for an unusable config and
+    LoadError, naming file and tensor, for weights that do not match it.
     """
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
@@ -94,7 +98,9 @@ def load_model(
             scheme=config.stored_scheme,
             dequantize=config.stored_scheme is not None and config.stored_scheme.is_opened(weights),
         )
-        decoder = build_decoder(config, source, plan, routed, may_lack_head=is_headless(tensors))
+        decoder = build_decoder(
+            config, source, plan, routed, may_lack_head=is_headless(tensors), rank=rank
+        )
     source.warn_of_unused(in_expert_file)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
@@ -143,13 +149,14 @@ def build_decoder(
     routed: RoutedExperts | None = None,
     *,
     may_lack_head: bool = False,
+    rank: Rank | None = None,
 ) -> Decoder:
     """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
 
     With `routed`, MoE layers use its experts, which are not taken from `source`. With
     `may_lack_head`, a model whose head is neither stored nor tied does not generate, but embeds.
     """
-    return _Builder(config, source, plan or WeightPlan(), routed).decoder(may_lack_head)
+    return _Builder(config, source, plan or WeightPlan(), routed, rank).decoder(may_lack_head)
 
 
 def build_attention(config: ModelConfig, source: WeightSource, layer: int) -> Attention:
@@ -171,7 +178,10 @@ class _Builder:
         source: WeightSource,
         plan: WeightPlan,
         routed: RoutedExperts | None,
+        rank: Rank | None = None,
     ):
+        self.rank = rank
+        self.shard = None if rank is None else Shard(config, rank.number, rank.num_ranks)
         self.routed = routed
         self.config = config
         self.source = source
@@ -205,6 +215,16 @@ class _Builder:
                 ]
             )
         final_norm = source.take("model.norm.weight", hidden)
+        if self.rank is not None and self.shard is not None:
+            own = self._packed(cut(output, self.shard.vocab), None, self.plan.head)
+            exchange = self.rank.exchange_for(config)
+            for layer in layers:
+                for part in (layer.attention, layer.mlp):
+                    assert isinstance(part, ShardAttention | ShardMlp)
+                    part.shard, part.exchange = self.shard, exchange
+            return ShardDecoder(
+                self.shard, exchange, embedding, layers, final_norm, own, generates=generates
+            )
         lm_head = self._packed(output, None, self.plan.head)
         return Decoder(
             config, embedding, layers, final_norm, lm_head, self.routed, generates=generates
@@ -240,12 +260,15 @@ class _Builder:
             )
         qkv = self._fused(parts, hidden, self.plan.format, config.qkv_bias)
         o = self._fused({f"{name}.o_proj": hidden}, q_size, self.plan.of_o(), config.o_bias)
+        if self.shard is not None:
+            return ShardAttention(self.shard.own_config, index, qkv, o, norms)
         return Attention(config, index, qkv, o, norms)
 
     def _mlp(self, name: str, inner: int, bias: bool = False) -> Mlp:
         gate_up = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
         down = {f"{name}.down_proj": self.config.hidden_size}
-        return Mlp(
+        kind = Mlp if self.shard is None else ShardMlp
+        return kind(
             self._fused(gate_up, self.config.hidden_size, self.plan.format, bias),
             self._fused(down, inner, self.plan.format, bias),
         )
@@ -297,6 +320,12 @@ class _Builder:
         take = self.source.take
         weights = [self.source.take_linear(n, size, in_features) for n, size in parts.items()]
         biases = [take(f"{name}.bias", size) for name, size in parts.items()] if bias else []
+        if self.shard is not None:
+            spans = [self.shard.rows_of(name) for name in parts]
+            weights = [w if span is None else cut(w, span) for w, span in zip(weights, spans)]
+            biases = [
+                b if span is None else b[span.first : span.end] for b, span in zip(biases, spans)
+            ]
         return self._packed(joined(weights), torch.cat(biases) if bias else None, format)
 
     def _packed(

@@ -36,9 +36,11 @@ def _of_workers(config: ServeConfig, info: WorkerInfo, stats: EngineStats) -> li
         f"answer; {info.weights} weights"
     ]
     if of_engine.device:
+        ranks = engine.tensor_parallel_size
+        group = "" if ranks == 1 else f" in each of {ranks} processes a worker"
         lines.append(
-            f"  computes   in {of_engine.dtype} on {of_engine.device}; {of_engine.attention} "
-            "attention"
+            f"  computes   in {of_engine.dtype} on {of_engine.device}{group}; "
+            f"{of_engine.attention} attention"
         )
     num_tokens = stats.num_blocks * stats.block_size
     if num_tokens:

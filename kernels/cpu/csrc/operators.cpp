@@ -13,6 +13,7 @@
 #include "attention/decode.h"
 #include "matmul/expert_rows.h"
 #include "export.h"
+#include "gather.h"
 #include "neurons.h"
 #include "attention/prefill.h"
 #include "rowwise.h"
@@ -39,6 +40,7 @@ EXPORTED(rope_write_kv, RopeWriteArgs) {
         rope_write_kv<bf16>(*args);
 }
 EXPORTED(sample, SampleArgs) { sample(*args); }
+EXPORTED(gather, GatherArgs) { gather(*args); }
 
 // Calls of exported functions, as kernels/cpu/replay.py recorded them.
 struct Call {

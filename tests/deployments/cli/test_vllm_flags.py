@@ -61,6 +61,7 @@ LINES: dict[str, dict[str, object]] = {
     "--reasoning-parser mistral": {"reasoning_marks": "[THINK] [/THINK]"},
     "--uvicorn-log-level warning": {"log_level": "warning"},
     "--tensor-parallel-size 1 -pp 1": {},
+    "-tp 2 --device cpu": {"tensor_parallel_size": 2, "device": "cpu"},
     "--enable-auto-tool-choice --tool-call-parser llama3_json": {"tool_call_parser": "llama3_json"},
     "--reasoning-parser openai_gptoss": {"reasoning_marks": "openai_gptoss"},
     "--enable-chunked-prefill --disable-log-requests": {},
@@ -72,8 +73,6 @@ LINES: dict[str, dict[str, object]] = {
     "--http-port 10 --port 9": {"http_port": 9},
 }
 REFUSED = {
-    "--tensor-parallel-size 2": "--num-workers N serves N copies",
-    "-tp 8": "--num-workers N serves N copies",
     "--pipeline-parallel-size 2": "one GPU",
     "--gpu-memory-utilization 0.9": "--kv-cache-gb X",
     "--trust-remote-code": "runs no code from a checkpoint",

@@ -16,11 +16,8 @@ _NO_EXPERT_GROUPS = (
 _CORS = "--allowed-origins is enough: GET, HEAD, POST, DELETE and any header pass, without cookies"
 
 CLUSTER = (
-    only(
-        *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
-        values=("1",),
-        sentence=_ONE_GPU,
-    ),
+    alias("-tp", setting="tensor_parallel_size"),
+    only("--pipeline-parallel-size", "-pp", values=("1",), sentence=_ONE_GPU),
     only("--decode-context-parallel-size", "-dcp", values=("1",), sentence=_ONE_GPU),
     alias("--data-parallel-size", "-dp", setting="num_workers"),
     only("--data-parallel-backend", values=("ray",), sentence="Ray always starts the workers"),

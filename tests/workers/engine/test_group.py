@@ -1,0 +1,262 @@
+"""A group of processes against one process: the same token ids under every schedule, and its ends.
+
+Real processes. The oracle is the engine of one process, whose ids equal transformers'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.types import DecodeBatch, PrefillBatch
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.group import wire
+from penstock.workers.engine.group.leader import EXIT_STATUS
+from penstock.workers.engine.load import load_engine
+from penstock.workers.errors import ConfigError, InvariantError
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.models.shards.shard import Shard, cut
+from penstock.workers.request import Request, SamplingParams
+from penstock.workers.weights.hub import resolve_model
+from tests.workers.answers import answers, ids_of
+from tests.workers.checkpoints import make_checkpoint, random_prompt
+
+PROMPTS = {str(n): tuple(random_prompt(n)) for n in (3, 40, 17, 65, 8)}
+NUM_NEW = 10
+
+
+def engine_of(model: str, num_ranks: int, **options: Any) -> Engine:
+    values = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 48}
+    return load_engine(
+        EngineConfig(
+            **{
+                "model": model, "device": "cpu", "threads": num_ranks,
+                "tensor_parallel_size": num_ranks, **values, **options,
+            }
+        )
+    )  # fmt: skip
+
+
+def run(engine: Engine, **params: Any) -> dict[str, list[int]]:
+    """Ids of all prompts together; every second one is sampled."""
+    requests = []
+    for number, (name, prompt) in enumerate(PROMPTS.items()):
+        values = {"temperature": 0.9 * (number % 2), "seed": number, "max_tokens": NUM_NEW}
+        requests.append(
+            Request(name, prompt, SamplingParams(**{**values, "ignore_eos": True, **params}))
+        )
+    found = answers(engine, requests)
+    engine.check()
+    return {name: ids_of(deltas) for name, deltas in found.items()}
+
+
+def both(model: str, num_ranks: int = 2, params: dict[str, Any] | None = None, **options: Any):
+    """Of a group, and of one process."""
+    found = []
+    for size in (num_ranks, 1):
+        engine = engine_of(model, size, **options)
+        try:
+            found.append(run(engine, **(params or {})))
+        finally:
+            engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("llama", "fp32"), ("qwen2", "bf16"), ("qwen3", "fp32"), ("mistral-window", "fp32"),
+        ("llama-bias", "fp32"), ("llama-tied", "bf16"), ("llama", "int8"), ("qwen3", "int4"),
+        ("llama", "nf4"), ("llama", "fp8"),
+    ],
+)  # fmt: skip
+def test_ids_of_one_process(name, weights):
+    group, one = both(str(make_checkpoint(name)), weights=weights)
+    assert group == one
+    assert len({tuple(ids) for ids in group.values()}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 8},  # prompts in chunks
+        {"num_blocks": 26, "kv_commit": "eager"},  # preempted
+        {"num_blocks": 26, "kv_commit": "deferred", "ridge_tokens": 64},
+        {"kv": "int8", "kv_group": "head"},
+        {"merge_steps": False},
+        {"prefix_cache": False, "block_size": 16},
+        {"async_scheduling": "on"},
+        {"quantize_lm_head": True, "weights": "int8"},
+    ],
+)
+def test_under_every_schedule(options):
+    group, one = both(str(make_checkpoint("llama")), **options)
+    assert group == one
+
+
+def test_rolled_windows_and_logprobs():
+    rolling = {"context_policy": "sink_window", "sinks": 4, "window": 24, "roll": 8}
+    params = {"max_tokens": 60, "logprobs": 2, **rolling}
+    group, one = both(str(make_checkpoint("llama")), params=params)
+    assert group == one
+
+
+@pytest.mark.parametrize("name", ["builtin"])
+def test_heads_that_do_not_divide_evenly(name):
+    config = ModelConfig.from_pretrained(resolve_model(name))
+    group, one = both(name, min(3, config.num_kv_heads))
+    assert group == one
+
+
+def test_a_rank_has_its_part_of_the_weights():
+    whole = engine_of(str(make_checkpoint("llama")), 1, weights="fp32")
+    group = engine_of(str(make_checkpoint("llama")), 2, weights="fp32")
+    try:
+        of_one, of_rank = (each.model.layers[0].attention.qkv.num_bytes for each in (whole, group))
+        assert of_rank <= 0.6 * of_one
+        layouts = [each.executor.memory.arena.layout for each in (whole, group)]
+        assert layouts[0].num_kv_heads == 2 * layouts[1].num_kv_heads
+    finally:
+        whole.close()
+        group.close()
+
+
+KILLED = """
+import os, signal, sys, time, psutil
+from tests.workers.engine.test_group import engine_of, run
+engine = engine_of(sys.argv[1], 2)
+run(engine)
+(child,) = psutil.Process().children()
+print(child.pid, flush=True)
+if sys.argv[2] == "follower":
+    child.kill()
+    time.sleep(20)
+if "stopped" in sys.argv[2]:
+    child.suspend()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "status"),
+    [
+        ("follower", EXIT_STATUS),
+        ("leader", -signal.SIGKILL),
+        ("leader of a stopped one", -signal.SIGKILL),
+    ],
+)
+def test_a_rank_that_ends_takes_the_others_with_it(who, status):
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, str(make_checkpoint("llama")), who],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        timeout=100,
+        check=False,
+        text=True,
+    )
+    assert process.returncode == status
+    deadline_s = time.monotonic() + 10
+    while psutil.pid_exists(int(process.stdout)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(int(process.stdout)), "an orphan"
+
+
+def test_a_closed_engine_leaves_no_process():
+    engine = engine_of(str(make_checkpoint("llama")), 2)
+    (child,) = psutil.Process(os.getpid()).children()
+    engine.close()
+    assert not child.is_running()
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "message"),
+    [
+        ("olmoe", 2, "is for dense models so far"),
+        ("llama", 9, "KV heads of this model, and each rank needs one; set it to 2"),
+    ],
+)
+def test_models_that_cannot_be_cut(model, ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        engine_of(str(make_checkpoint(model)), ranks)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
+        ({"device": "cuda"}, "works on CPUs so far"),
+        ({"host_kv_gb": 1.0}, "cannot be combined with host_kv_gb"),
+        ({"expert_cache_gb": 1.0}, "cannot be combined with expert_cache_gb"),
+    ],
+)
+def test_settings_that_cannot_be(values, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{"tensor_parallel_size": 2, **values})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 300), st.integers(1, 8))
+def test_shares_cover_everything_once(kv_heads, group, width, num_ranks):
+    if num_ranks > kv_heads:
+        return
+    base = ModelConfig.from_pretrained(resolve_model("builtin"))
+    config = dataclasses.replace(
+        base, num_kv_heads=kv_heads, num_heads=kv_heads * group, intermediate_size=width,
+        hidden_size=width, vocab_size=width,
+    )  # fmt: skip
+    shards = [Shard(config, rank, num_ranks) for rank in range(num_ranks)]
+    for name in ("heads", "kv_heads", "inner", "hidden", "vocab", "attended"):
+        spans = [getattr(each, name) for each in shards]
+        assert spans[0].first == 0 and spans[-1].end == spans[0].whole
+        assert all(a.end == b.first for a, b in itertools.pairwise(spans))
+    weight = torch.randn(width, 3)
+    parts = [part for each in shards if isinstance(part := cut(weight, each.inner), torch.Tensor)]
+    assert torch.equal(torch.cat(parts), weight)
+
+
+def batch(rolled: bool) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
+    ints = torch.int32
+    rolling = None
+    if rolled:
+        five, three = torch.arange(5, dtype=ints), torch.arange(3, dtype=ints)
+        rolling = RollingInputs(torch.arange(5), five, five + 1, three, three + 1, 77)
+    inputs = AttentionInputs(
+        torch.arange(5) * 7,
+        2,
+        DecodeBatch(torch.arange(6, dtype=ints).view(2, 3), torch.ones(2, dtype=ints), 9),
+        PrefillBatch(
+            torch.arange(4, dtype=ints)[None], torch.tensor([0, 3], dtype=ints),
+            torch.tensor([3], dtype=ints), 3,
+        ),
+        rolling,
+    )  # fmt: skip
+    return torch.arange(5), torch.arange(5) + 10, inputs
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_a_step_travels(rolled):
+    sent = batch(rolled)
+    contents = wire.step_bytes(*sent)
+    assert wire.step_bytes(*wire.step_from(contents)) == contents
+    ids, positions, inputs = wire.step_from(contents)
+    assert torch.equal(ids, sent[0]) and torch.equal(positions, sent[1])
+    assert torch.equal(inputs.decode.block_tables, sent[2].decode.block_tables)
+    assert (inputs.rolling is not None) == rolled
+    for wrong in (contents[:-4], contents + b"\0"):
+        with pytest.raises(InvariantError, match="a step's message is too"):
+            wire.step_from(wrong)

@@ -1,0 +1,101 @@
+"""One of the other ranks of a group: loads its part, then computes what the first rank says.
+
+`python -m penstock.workers.engine.group.follower RANK RANKS MEMORY_FD SOCKET_FD PARENT`, by
+leader.py. It ends with the first rank, also where it waits for it in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.build import block_layout, make_executor
+from penstock.workers.engine.group import wire
+from penstock.workers.engine.load import load_configured
+from penstock.workers.engine.sizing import step_memory
+from penstock.workers.execution.executor import Executor
+from penstock.workers.memory.kv_format import kv_format
+from penstock.workers.models.shards.exchange import ExchangeSizes
+from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.rank import Rank
+
+log = logging.getLogger("penstock.engine")
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def follow(peer: socket.socket, number: int, num_ranks: int, descriptor: int) -> None:
+    """Until the first rank ends the connection. Raises PeerGone then."""
+    kind, contents = wire.receive(peer)
+    if kind != wire.SETTINGS:
+        raise wire.PeerGone(f"a message of kind {kind} before the settings")
+    settings = json.loads(contents)
+    config = EngineConfig(**settings["config"])
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    rank = Rank(number, num_ranks, descriptor, ExchangeSizes(**settings["sizes"]))
+    try:
+        folder = Path(settings["folder"])
+        model = load_configured(config, folder, "cpu", progress=False, rank=rank)
+    except Exception as error:
+        wire.send(peer, -1, str(error).encode())
+        raise
+    assert isinstance(model, ShardDecoder)
+    wire.send(peer, wire.READY)
+    executor: Executor | None = None
+    while True:
+        kind, contents = wire.receive(peer)
+        if kind == wire.STEP and executor is not None:
+            _compute(executor, contents)
+        elif kind == wire.LOGITS:
+            model.own_logits(int.from_bytes(contents, "little"))
+        elif kind == wire.MEMORY:
+            executor = _executor(config, model, *json.loads(contents))
+            wire.send(peer, wire.READY)
+
+
+@torch.inference_mode()
+def _compute(executor: Executor, contents: bytes) -> None:
+    token_ids, positions, inputs = wire.step_from(contents)
+    with executor.memory.lease(len(token_ids)) as workspace:
+        executor.hidden(token_ids, positions, inputs, workspace)
+
+
+def _executor(
+    config: EngineConfig, model: ShardDecoder, num_blocks: int, max_model_len: int
+) -> Executor:
+    """With the blocks that the first rank has; activations lie apart from them."""
+    config = replace(config, num_blocks=num_blocks, kv_cache_gb=None, activation_memory="separate")
+    kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
+    memory = step_memory(config, block_layout(config, model, kv), model)
+    return make_executor(config, model, memory, max_model_len)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when that one ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(0)
+
+
+def main() -> None:
+    number, num_ranks, descriptor, connection, parent = map(int, sys.argv[1:])
+    _end_with(parent)
+    peer = socket.socket(fileno=connection)
+    with contextlib.suppress(wire.PeerGone):
+        follow(peer, number, num_ranks, descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The first rank's side of a group: starts the other ranks, tells them of each step, and ends with
+them: if one of them ends, this process does, and whoever watches it starts the group again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.group import wire
+from penstock.workers.errors import LoadError
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.models.shards.exchange import ExchangeSizes
+from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.rank import Rank
+from penstock.workers.models.shards.shard import Shard
+
+log = logging.getLogger("penstock.engine")
+
+EXIT_STATUS = 70  # of this process, if another rank has ended
+END_S = 5.0  # for the others to end
+
+
+class Leader:
+    """The other ranks of this process's group. `close` ends them."""
+
+    def __init__(self, config: EngineConfig, folder: Path):
+        """Starts them; they load at the same time as this rank. Raises ConfigError."""
+        model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
+        Shard(model, 0, num_ranks)  # checks that the model can be cut so
+        sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_num_seqs, 4)
+        descriptor = os.memfd_create("penstock-group")
+        os.ftruncate(descriptor, sizes.bytes_of(model, num_ranks))
+        self.rank = Rank(0, num_ranks, descriptor, sizes)
+        self._peers: list[socket.socket] = []
+        self._processes: list[_Process] = []
+        settings = {"config": asdict(config), "folder": str(folder), "sizes": asdict(sizes)}
+        for number in range(1, num_ranks):
+            mine, theirs = socket.socketpair()
+            command = [sys.executable, "-m", "penstock.workers.engine.group.follower"]
+            numbers = (number, num_ranks, descriptor, theirs.fileno(), os.getpid())
+            process = _Process([*command, *map(str, numbers)], (descriptor, theirs.fileno()))
+            theirs.close()
+            wire.send_json(mine, wire.SETTINGS, settings)
+            self._peers.append(mine)
+            self._processes.append(process)
+
+    def lead(self, model: ShardDecoder) -> None:
+        """Wait until the others have loaded, and tell them of what `model` computes from now on.
+
+        Raises LoadError if one of them cannot load.
+        """
+        self._await_ready()
+        model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
+        model.on_close = self.close
+        for process in self._processes:
+            process.is_vital = True
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.is_vital = False
+        for peer in self._peers:
+            peer.close()  # a rank that waits for a message ends
+        for process in self._processes:
+            process.end()
+        os.close(self.rank.descriptor)
+
+    def _memory(self, num_blocks: int, max_model_len: int) -> None:
+        for peer in self._peers:
+            wire.send_json(peer, wire.MEMORY, [num_blocks, max_model_len])
+        self._await_ready()
+
+    def _step(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
+        contents = wire.step_bytes(token_ids, positions, inputs)
+        for peer in self._peers:
+            wire.send(peer, wire.STEP, contents)
+
+    def _logits(self, hidden: Tensor) -> None:
+        for peer in self._peers:
+            wire.send(peer, wire.LOGITS, len(hidden).to_bytes(8, "little"))
+
+    def _await_ready(self) -> None:
+        for number, peer in enumerate(self._peers, 1):
+            try:
+                kind, contents = wire.receive(peer)
+            except wire.PeerGone as error:
+                raise LoadError(
+                    f"rank {number} of the group has ended while it loaded; its log says why"
+                ) from error
+            if kind != wire.READY:
+                raise LoadError(f"rank {number} of the group: {contents.decode(errors='replace')}")
+
+
+class _Process:
+    """One of the other ranks, and the thread that started it and waits for its end.
+
+    That thread lives as long as the process: the kernel kills the process when its thread ends,
+    which is with this process (follower.py asks for that), even if it has been stopped.
+    """
+
+    def __init__(self, command: list[str], descriptors: tuple[int, ...]):
+        self.is_vital = False  # without it, this process ends
+        self._command, self._descriptors = command, descriptors
+        self._is_started = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock-rank", daemon=True)
+        self._thread.start()
+        self._is_started.wait()
+
+    def end(self) -> None:
+        self._thread.join(END_S)
+        if self._thread.is_alive() and self._process is not None:
+            self._process.kill()
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, pass_fds=self._descriptors, stdin=subprocess.DEVNULL
+        )
+        self._is_started.set()
+        status = self._process.wait()
+        if self.is_vital:
+            log.error(
+                "a rank of this worker's group has ended with status %d: the worker ends", status
+            )
+            os._exit(EXIT_STATUS)

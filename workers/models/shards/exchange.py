@@ -1,0 +1,100 @@
+"""The memory that the ranks of a group share, and what they put together in it.
+
+Two buffers take turns between the layers of a pass, which has an even number of calls: a recorded
+pass finds them as they were. The logits have a buffer of their own, and so have the hidden rows
+that the first rank asks logits for.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.gather import COUNTER_BYTES, Meeting, counters, gather
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.shards.shard import Span
+
+ALIGN_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSizes:
+    """Of a group's memory, in numbers that all ranks know before they load."""
+
+    max_tokens: int  # of a step
+    max_logits: int  # rows at a time
+    item_bytes: int
+
+    def bytes_of(self, config: ModelConfig, num_ranks: int) -> int:
+        return sum(size for _, size in self._parts(config, num_ranks))
+
+    def parts(self, config: ModelConfig, num_ranks: int, memory: Tensor) -> dict[str, Tensor]:
+        found, at = {}, 0
+        for name, size in self._parts(config, num_ranks):
+            found[name] = memory[at : at + size]
+            at += size
+        return found
+
+    def _parts(self, config: ModelConfig, num_ranks: int) -> list[tuple[str, int]]:
+        widest = max(
+            config.num_heads * config.head_dim, config.intermediate_size, config.hidden_size
+        )
+        step = self.max_tokens * widest * self.item_bytes
+        logits = self.max_logits * config.vocab_size * self.item_bytes
+        rows = self.max_logits * config.hidden_size * self.item_bytes
+        sizes = {"counters": num_ranks * COUNTER_BYTES, "even": step, "odd": step}
+        sizes |= {"logits": logits, "rows": rows}
+        return [(name, -(-size // ALIGN_BYTES) * ALIGN_BYTES) for name, size in sizes.items()]
+
+
+class Exchange:
+    """One rank's view of the group's memory."""
+
+    def __init__(
+        self, memory: Tensor, sizes: ExchangeSizes, config: ModelConfig, rank: int, num_ranks: int
+    ):
+        """`memory`: uint8, shared, zeroed before any rank uses it."""
+        parts = sizes.parts(config, num_ranks, memory)
+        self.sizes = sizes
+        self.rank = rank
+        self._meeting = Meeting(
+            counters(num_ranks, parts["counters"]), torch.zeros(1, dtype=torch.int64), rank,
+            num_ranks,
+        )  # fmt: skip
+        self._turns = parts["even"], parts["odd"]
+        self._turn = 0
+        self._logits, self._rows = parts["logits"], parts["rows"]
+
+    def begin(self) -> None:
+        """A pass over the layers begins."""
+        self._turn = 0
+
+    def gather(self, own: Tensor, span: Span, out: Tensor) -> Tensor:
+        """All columns of a step's rows, of which `span` are `own` [T, w], in `out` [T, whole]."""
+        shared = self._turns[self._turn]
+        self._turn = 1 - self._turn
+        gather(own, _rows_in(shared, own, span), span.first, out, self._meeting)
+        return out
+
+    def gather_logits(self, own: Tensor, span: Span, out: Tensor | None) -> None:
+        gather(own, _rows_in(self._logits, own, span), span.first, out, self._meeting)
+
+    def hidden_rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Where the first rank leaves the rows that logits are wanted of: [num_rows, hidden]."""
+        size = num_rows * hidden * dtype.itemsize
+        return self._rows[:size].view(dtype).view(num_rows, hidden)
+
+
+def _rows_in(memory: Tensor, own: Tensor, span: Span) -> Tensor:
+    size = own.shape[0] * span.whole * own.element_size()
+    return memory[:size].view(own.dtype).view(own.shape[0], span.whole)
+
+
+def mapped(descriptor: int, num_bytes: int) -> Tensor:
+    """Shared memory as a tensor, uint8 [num_bytes]."""
+    memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))

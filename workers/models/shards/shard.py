@@ -1,0 +1,132 @@
+"""What one rank of a group holds of a model: spans of heads, columns and tokens.
+
+Every linear is cut by its outputs, and its whole input is gathered: each output is then the same
+dot product over the whole input by the same kernel, so a group has the bits of one process, in
+every number format. Shares are as even as whole KV heads and blocks of columns allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from penstock.kernels.quant import QuantizedWeight
+from penstock.workers.errors import ConfigError
+from penstock.workers.model_config import ModelConfig
+
+COLUMNS = 16  # of a hidden or inner width that stay together
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Columns [first, end) of `whole`."""
+
+    first: int
+    end: int
+    whole: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+    def of(self, unit: int) -> Span:
+        """The same span where each of its parts has `unit` columns."""
+        return Span(self.first * unit, self.end * unit, self.whole * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a model of `config`, which is the whole model's."""
+
+    config: ModelConfig
+    rank: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        config, wanted = self.config, f"tensor_parallel_size {self.num_ranks}"
+        if any(config.moe_layers):
+            raise ConfigError(
+                f"{wanted} is for dense models so far, and this one has experts; leave it out"
+            )
+        if self.num_ranks > config.num_kv_heads:
+            raise ConfigError(
+                f"{wanted} is more than the {config.num_kv_heads} KV heads of this model, and each "
+                f"rank needs one; set it to {config.num_kv_heads} at most"
+            )
+        if config.qk_norm == "full":
+            raise ConfigError(
+                f"{wanted} cannot serve a model that norms all heads together; leave it out"
+            )
+
+    @property
+    def kv_heads(self) -> Span:
+        return self._share(self.config.num_kv_heads, 1)
+
+    @property
+    def heads(self) -> Span:
+        """The query heads of the KV heads."""
+        return self.kv_heads.of(self.config.num_heads // self.config.num_kv_heads)
+
+    @property
+    def attended(self) -> Span:
+        """Columns of the attention's output."""
+        return self.heads.of(self.config.head_dim)
+
+    @property
+    def inner(self) -> Span:
+        return self._share(self.config.intermediate_size, COLUMNS)
+
+    @property
+    def hidden(self) -> Span:
+        return self._share(self.config.hidden_size, COLUMNS)
+
+    @property
+    def vocab(self) -> Span:
+        return self._share(self.config.vocab_size, COLUMNS)
+
+    @property
+    def own_config(self) -> ModelConfig:
+        """Of a model that has this rank's heads only: for its KV cache."""
+        return replace(self.config, num_heads=self.heads.size, num_kv_heads=self.kv_heads.size)
+
+    def rows_of(self, module: str) -> Span | None:
+        """Which outputs of a linear this rank has; None: all of them."""
+        kind = module.rpartition(".")[2]
+        kv = self.kv_heads.of(self.config.head_dim)
+        return {
+            "q_proj": self.attended,
+            "k_proj": kv,
+            "v_proj": kv,
+            "o_proj": self.hidden,
+            "gate_proj": self.inner,
+            "up_proj": self.inner,
+            "down_proj": self.hidden,
+        }.get(kind)
+
+    def _share(self, whole: int, unit: int) -> Span:
+        """The first ranks have the larger shares, of whole units; the last one what is left."""
+        units = -(-whole // unit)
+        each, more = divmod(units, self.num_ranks)
+        first = self.rank * each + min(self.rank, more)
+        end = first + each + (self.rank < more)
+        return Span(min(first * unit, whole), min(end * unit, whole), whole)
+
+
+def cut(weight: Tensor | QuantizedWeight, rows: Span) -> Tensor | QuantizedWeight:
+    """These rows of a weight [out, in]: codes and scales lie by row in every format."""
+    part = slice(rows.first, rows.end)
+    if isinstance(weight, Tensor):
+        return weight[part]
+
+    def some(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[part]
+
+    return replace(
+        weight,
+        codes=weight.codes[part],
+        scales=weight.scales[part],
+        zeros=some(weight.zeros),
+        steps=some(weight.steps),
+        offsets=some(weight.offsets),
+    )
