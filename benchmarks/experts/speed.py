@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.2, help="share of neurons")
     parser.add_argument("--new", type=int, default=24, help="tokens that are timed")
     parser.add_argument("--warm", type=int, default=8, help="tokens before them")
-    parser.add_argument("--experts", type=int, help="decode a made-up model with so many a layer")
+    parser.add_argument("--experts", type=int, help="decode a made-up model; its experts a layer")
     parser.add_argument("--prompts", type=int, default=5, help="prompts that are timed")
     parser.add_argument("--prompt-slots", type=int, default=16)
     args = parser.parse_args()

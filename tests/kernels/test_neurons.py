@@ -80,9 +80,8 @@ def test_equals_fp64_wherever_the_rows_lie(num_tokens, size, inner, seed, format
     assert again is x and torch.equal(again, found)
 
 
-@pytest.mark.skipif(native.loaded() is None, reason="the native library is not built")
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4"])
-def test_a_token_has_its_bits_alone_among_others_and_with_any_threads(format):
+def test_a_token_has_its_bits_alone_among_others_and_with_any_threads(native_path, format):
     generator, x, stored, _, chosen = case(6, 1000, 300, 3, format)
     found = neuron_mlp(x, pooled(stored, chosen, generator, format), torch.empty_like(x))
     before = torch.get_num_threads()

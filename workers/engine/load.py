@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.kernels.cpu import native
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores, kept_to
 from penstock.workers.engine.engine import Engine
@@ -110,6 +111,11 @@ def _with_shared_cores(config: EngineConfig, device: str) -> EngineConfig:
         raise ConfigError(
             f"tensor_parallel_size {config.tensor_parallel_size} works on CPUs so far; leave it "
             "out, or set device to cpu"
+        )
+    if native.loaded() is None:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} needs the native CPU library, "
+            "which could not be built: install g++, or leave it out"
         )
     threads = config.threads or torch.get_num_threads()
     return replace(config, threads=max(1, threads // config.tensor_parallel_size))

@@ -111,13 +111,7 @@ class Attention:
         attended = self.attend(
             x, workspace, inputs, kv, rolled, qkv=workspace.qkv, attended=workspace.attended
         )
-        if self.o.takes_int8:
-            rows = Int8Rows.inside(
-                attended, self.o.group, workspace.row_scales, hadamard=self.o.hadamard
-            )
-            rows = quantize_int8(attended, out=rows)
-            return linear(rows, self.o, out=workspace.projected)
-        return linear(attended, self.o, out=workspace.projected)
+        return linear(rows_for(self.o, attended, workspace), self.o, out=workspace.projected)
 
     def attend(
         self,
@@ -181,6 +175,14 @@ class Attention:
                 out=out[num_decode:],
                 rolling=None if rolled is None else rolled.prefill,
             )
+
+
+def rows_for(weight: PackedLinear, x: Tensor, workspace: Workspace) -> Tensor | Int8Rows:
+    """`x` as `weight` takes it: where that is int8, the codes overwrite `x`."""
+    if not weight.takes_int8:
+        return x
+    rows = Int8Rows.inside(x, weight.group, workspace.row_scales, hadamard=weight.hadamard)
+    return quantize_int8(x, out=rows)
 
 
 class Mlp:

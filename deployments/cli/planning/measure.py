@@ -43,7 +43,7 @@ PROMPT, NEW = 16, 64  # tokens of the built-in model's answer
 
 @torch.inference_mode()
 def measured_here(model: ModelConfig, threads: int) -> Device:
-    """This machine's CPU with so many threads, for weights of this model's size.
+    """This machine's CPU with `threads` threads, for weights of the size of `model`.
 
     A core overlaps reading and computing in part: by products of 1 to 256 rows, root-sum-square
     of the two times is within 17 % of the measured time, their maximum within 28 %.

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+from functools import partial
 
 import psutil
 import pytest
@@ -36,6 +37,10 @@ def followers(view: ClusterView) -> list[psutil.Process]:
 def is_whole(view: ClusterView) -> bool:
     reach = [ingress.num_workers for ingress in view.ingresses]
     return len(view.workers) == 2 and reach == [2] and len(followers(view)) == 2
+
+
+def is_whole_without(victim: psutil.Process, view: ClusterView) -> bool:
+    return is_whole(view) and victim not in followers(view)
 
 
 def lives(process: psutil.Process) -> bool:
@@ -71,7 +76,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_token():
             view = await_view(cluster, is_whole, 120)
             seen += followers(view)
             victim = followers(view)[0]
-            assert asyncio.run(answers(lambda: os.kill(victim.pid, number))) == alone  # noqa: B023
-            await_view(cluster, lambda view: is_whole(view) and victim not in followers(view), 120)  # noqa: B023
+            assert asyncio.run(answers(partial(os.kill, victim.pid, number))) == alone
+            await_view(cluster, partial(is_whole_without, victim), 120)
         seen += followers(cluster.view())
     assert [each for each in seen if lives(each)] == [], "ranks outlived the cluster"

@@ -1,5 +1,7 @@
-"""The first rank's side of a group: starts the other ranks, tells them of each step, and ends with
-them: if one of them ends, this process does, and whoever watches it starts the group again.
+"""The first rank's side of a group: starts the other ranks and sends them each step.
+
+If one of them ends, this process ends, too: Ray Serve then replaces the worker, and with it the
+whole group.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ class PlaceTable:
     def __init__(self, num_places: int, num_experts: int, inner: int):
         self.places: Places = np.full((num_experts, inner), -1, np.int32)
         self.has = np.zeros((num_experts, inner), np.bool_)  # its row has arrived
-        # By place: whose it is (-1: nobody's), its neuron, its uses, and whether it must stay.
+        # By place: the index of its expert (-1: the place is free), its neuron, the uses that are
+        # counted, and whether a step uses it now.
         self._owner = np.full(num_places, -1, np.int32)
         self._neuron = np.zeros(num_places, np.int32)
         self._uses = np.zeros(num_places, np.uint8)
@@ -85,7 +86,7 @@ class PlaceTable:
         assert not (self.has & (self.places < 0)).any()
 
     def _take(self, count: int) -> Places | None:
-        """So many places: free ones first; None if there are too few that may be taken."""
+        """`count` places, free ones first; None if fewer can be taken."""
         num_free = min(count, self._num_free)
         victims = self._victims(count - num_free)
         if victims is None:
@@ -97,7 +98,7 @@ class PlaceTable:
         return np.concatenate([free, victims])
 
     def _victims(self, count: int) -> Places | None:
-        """The next places that may be taken, by the clock hand; None if there are too few."""
+        """The next `count` places to evict, by the clock hand; None if there are fewer."""
         found = [np.empty(0, np.int64)]
         if not count:
             return found[0].astype(np.int32)

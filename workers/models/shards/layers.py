@@ -13,13 +13,13 @@ from torch import Tensor
 
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import quantize_int8, silu_mul
+from penstock.kernels.rowwise import silu_mul
 from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
-from penstock.workers.models.layers import Attention, AttentionInputs, Mlp, RolledRows
+from penstock.workers.models.layers import Attention, AttentionInputs, Mlp, RolledRows, rows_for
 from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.shard import Shard
 
@@ -49,7 +49,7 @@ class ShardAttention(Attention):
         )  # fmt: skip
         whole = self.exchange.gather(attended, self.shard.attended, workspace.attended)
         own = _columns(workspace.projected, self.o.out_features)
-        linear(_rounded(whole, self.o, workspace), self.o, out=own)
+        linear(rows_for(self.o, whole, workspace), self.o, out=own)
         return self.exchange.gather(own, self.shard.hidden, workspace.projected)
 
 
@@ -65,7 +65,7 @@ class ShardMlp(Mlp):
         inner = _columns(workspace.gate_up, self.shard.inner.whole)
         whole = self.exchange.gather(own, self.shard.inner, inner)
         out = _columns(workspace.normed, self.down.out_features)
-        linear(_rounded(whole, self.down, workspace), self.down, out=out)
+        linear(rows_for(self.down, whole, workspace), self.down, out=out)
         return self.exchange.gather(out, self.shard.hidden, workspace.normed)
 
 
@@ -146,11 +146,3 @@ def _columns(memory: Tensor, columns: int) -> Tensor:
     """[T, columns], dense, at the beginning of a wider array [T, ...]."""
     num_rows = memory.shape[0]
     return memory.view(-1)[: num_rows * columns].view(num_rows, columns)
-
-
-def _rounded(whole: Tensor, weight: PackedLinear, workspace: Workspace) -> Tensor | Int8Rows:
-    """Rows as `weight` takes them."""
-    if not weight.takes_int8:
-        return whole
-    rows = Int8Rows.inside(whole, weight.group, workspace.row_scales, hadamard=weight.hadamard)
-    return quantize_int8(whole, out=rows)
