@@ -22,6 +22,9 @@ Visited = tuple[int, Expert | PooledNeurons]
 # Given the ids of the experts that have tokens, yields each once, in an order of its choice. An
 # expert is used only until the next one is requested.
 Visit = Callable[[list[int]], Iterator[Visited]]
+# Given the outputs of all routes [T * k, d], grouped by expert, and the row at which each expert's
+# end: fills in those of experts that were not visited.
+Complete = Callable[[Tensor, list[int]], None]
 
 
 class GroupedBackend(Protocol):
@@ -72,6 +75,7 @@ def moe_mlp(
     grouped: Tensor | None = None,
     inner: Tensor | None = None,
     out: Tensor | None = None,
+    complete: Complete | None = None,
 ) -> Tensor:
     """The weighted sum of each row of `x` [T, d] through its k experts -> [T, d].
 
@@ -84,7 +88,8 @@ def moe_mlp(
 
     `grouped` [T * k, d], `inner` [R, 2I] and `out` [T, d], dense, hold the parts of the work; an
     expert takes at most R rows at once (all together do, of `pack_experts` on a GPU), and `out` may
-    be `x` itself. With them, nothing whose size grows with d or I is allocated.
+    be `x` itself. With them, nothing whose size grows with d or I is allocated. `complete`: called
+    before the sum, where `experts` yields only some of those that are used.
     """
     num_tokens, top_k = topk_ids.shape
     if grouped is None:
@@ -117,6 +122,8 @@ def moe_mlp(
         for first in range(0, counts[expert], at_once):
             rows = routed[first : first + at_once]
             gated_mlp(rows, *found, inner, out=rows)
+    if complete is not None:
+        complete(grouped, ends)
     return combine(grouped, places.view_as(topk_ids), topk_weights, out)
 
 

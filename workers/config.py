@@ -141,7 +141,7 @@ class DeviceOptions:
     tensor_parallel_size: int = option(
         1,
         "processes that share one worker's model, each with some of its heads and columns; results "
-        "are those of one process, bit for bit. On CPUs, for dense models, so far",
+        "are those of one process, bit for bit. Routed experts are divided whole. On CPUs so far",
         min=1,
     )
     compute_cores: str | None = option(

@@ -113,6 +113,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**_MOE, **_MANY, "num_experts": 128, "head_dim": 24, "norm_topk_prob": True},
     ),
+    # Heads for four ranks.
+    "llama-4-kv": ("llama", {**_DENSE, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "olmoe-4-kv": ("olmoe", {**_MOE, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "olmoe-clip": ("olmoe", {**_MOE, "clip_qkv": 0.8, "norm_topk_prob": True}),
 }
 ALL = {**FAMILIES, **VARIANTS}

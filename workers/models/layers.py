@@ -130,20 +130,22 @@ class Attention:
         qkv = linear(x, self.qkv, out=qkv).view(num_tokens, -1, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
         if self.qk_norms is not None:
-            self._norm_(q, self.qk_norms[0])
-            self._norm_(k, self.qk_norms[1])
+            q, k = self._normed(q, 0, self.qk_norms), self._normed(k, 1, self.qk_norms)
         if self.clip is not None:
-            qkv.clamp_(-self.clip, self.clip)
+            for part in (q, k, v):
+                part.clamp_(-self.clip, self.clip)
         if rolled is not None:  # evicted tokens reduce the distance to the sinks
             rope_to(q, workspace.sink_cos, workspace.sink_sin, out=rolled.q_sink)
         rope_write_kv(q, k, v, workspace.cos, workspace.sin, kv, inputs.slots)
         self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
         return attended
 
-    def _norm_(self, x: Tensor, weight: Tensor) -> None:
-        """RMSNorm of `x` [T, heads, head_dim] in place: over each head, or over a row's heads."""
+    def _normed(self, x: Tensor, which: int, weights: tuple[Tensor, Tensor]) -> Tensor:
+        """RMSNorm of `x` [T, heads, head_dim] in place: over each head, or over a row's heads.
+        `which`: 0 for q, 1 for k."""
         rows = x.view(x.shape[0], -1) if self.norm_over_all_heads else x
-        rms_norm(rows, weight, self.eps, out=rows)
+        rms_norm(rows, weights[which], self.eps, out=rows)
+        return x
 
     def _attend(
         self,

@@ -22,8 +22,15 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, Mlp
 from penstock.workers.models.moe import MoeMlp
-from penstock.workers.models.shards.layers import ShardAttention, ShardDecoder, ShardMlp
+from penstock.workers.models.shards.layers import (
+    HeldExperts,
+    ShardAttention,
+    ShardDecoder,
+    ShardMlp,
+    ShardMoe,
+)
 from penstock.workers.models.shards.rank import Rank
+from penstock.workers.models.shards.reading import own_part
 from penstock.workers.models.shards.shard import Shard, cut
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
@@ -87,6 +94,9 @@ def load_model(
         routed, in_expert_file = build_experts(
             experts, folder, config, tensors, torch.device(device), weights, int8_group, int4
         )
+    may_lack_head, in_part = is_headless(tensors), frozenset[str]()
+    if rank is not None:
+        tensors, in_part = own_part(tensors, Shard(config, rank.number, rank.num_ranks))
     total = sum(each.num_bytes for name, each in tensors.items() if name not in in_expert_file)
     with showing(told(progress)) as report:
         source = CheckpointWeights(
@@ -99,7 +109,7 @@ def load_model(
             dequantize=config.stored_scheme is not None and config.stored_scheme.is_opened(weights),
         )
         decoder = build_decoder(
-            config, source, plan, routed, may_lack_head=is_headless(tensors), rank=rank
+            config, source, plan, routed, may_lack_head=may_lack_head, rank=rank, in_part=in_part
         )
     source.warn_of_unused(in_expert_file)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
@@ -150,13 +160,16 @@ def build_decoder(
     *,
     may_lack_head: bool = False,
     rank: Rank | None = None,
+    in_part: frozenset[str] = frozenset(),
 ) -> Decoder:
     """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
 
     With `routed`, MoE layers use its experts, which are not taken from `source`. With
     `may_lack_head`, a model whose head is neither stored nor tied does not generate, but embeds.
+    `rank`: what this rank of a group has; `in_part`: modules of which `source` has only that.
     """
-    return _Builder(config, source, plan or WeightPlan(), routed, rank).decoder(may_lack_head)
+    builder = _Builder(config, source, plan or WeightPlan(), routed, rank, in_part)
+    return builder.decoder(may_lack_head)
 
 
 def build_attention(config: ModelConfig, source: WeightSource, layer: int) -> Attention:
@@ -179,8 +192,9 @@ class _Builder:
         plan: WeightPlan,
         routed: RoutedExperts | None,
         rank: Rank | None = None,
+        in_part: frozenset[str] = frozenset(),
     ):
-        self.rank = rank
+        self.rank, self.in_part = rank, in_part
         self.shard = None if rank is None else Shard(config, rank.number, rank.num_ranks)
         self.routed = routed
         self.config = config
@@ -202,7 +216,7 @@ class _Builder:
         embedding = source.take(f"{table}.weight", vocab, hidden)
         output: Tensor | QuantizedWeight = embedding
         if head != table:
-            output = source.take_linear(head, vocab, hidden)
+            output = self._rows(head, vocab, hidden)
             if isinstance(output, Tensor) and torch.equal(output.to(self.dtype), embedding):
                 output = embedding  # one copy where the packed form can share it
         layers = [self._layer(index) for index in range(config.num_layers)]
@@ -216,12 +230,14 @@ class _Builder:
             )
         final_norm = source.take("model.norm.weight", hidden)
         if self.rank is not None and self.shard is not None:
-            own = self._packed(cut(output, self.shard.vocab), None, self.plan.head)
+            if head == table or config.tie_word_embeddings:
+                output = cut(output, self.shard.vocab)
+            own = self._packed(output, None, self.plan.head)
             exchange = self.rank.exchange_for(config)
             for layer in layers:
                 for part in (layer.attention, layer.mlp):
-                    assert isinstance(part, ShardAttention | ShardMlp)
-                    part.shard, part.exchange = self.shard, exchange
+                    assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)
+                    part.join(self.shard, exchange)
             return ShardDecoder(
                 self.shard, exchange, embedding, layers, final_norm, own, generates=generates
             )
@@ -285,13 +301,19 @@ class _Builder:
         packed_router = self._fused(router, config.hidden_size, None)
         if self.routed is not None:
             return MoeMlp(config, packed_router, self.routed.layer(index), shared)
-        return MoeMlp(config, packed_router, self._experts(f"{name}.experts"), shared)
+        if self.shard is None:
+            numbers = range(config.num_experts)
+            return MoeMlp(config, packed_router, self._experts(f"{name}.experts", numbers), shared)
+        span = self.shard.experts
+        own = self._experts(f"{name}.experts", range(span.first, span.end))
+        return ShardMoe(config, packed_router, HeldExperts(own, span), shared)
 
-    def _experts(self, name: str) -> list[tuple[PackedLinear, PackedLinear]]:
+    def _experts(self, name: str, numbers: range) -> list[tuple[PackedLinear, PackedLinear]]:
         """Experts stored as one matrix each, as published checkpoints do, or fused by layer."""
         config, source, format = self.config, self.source, self.plan.format
-        count, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
         if f"{name}.gate_up_proj" in source:
+            count = len(numbers)
             gate_ups = source.take(f"{name}.gate_up_proj", count, 2 * inner, hidden)
             downs = source.take(f"{name}.down_proj", count, hidden, inner)
             return [
@@ -306,7 +328,7 @@ class _Builder:
                             hidden, format),
                 self._fused({f"{name}.{e}.{down}": hidden}, inner, format),
             )
-            for e in range(count)
+            for e in numbers
         ]  # fmt: skip
 
     def _fused(
@@ -318,15 +340,23 @@ class _Builder:
     ) -> PackedLinear:
         """Linears over the same input as one packed matrix. `parts`: name -> out features."""
         take = self.source.take
-        weights = [self.source.take_linear(n, size, in_features) for n, size in parts.items()]
+        weights = [self._rows(name, size, in_features) for name, size in parts.items()]
         biases = [take(f"{name}.bias", size) for name, size in parts.items()] if bias else []
         if self.shard is not None:
             spans = [self.shard.rows_of(name) for name in parts]
-            weights = [w if span is None else cut(w, span) for w, span in zip(weights, spans)]
             biases = [
                 b if span is None else b[span.first : span.end] for b, span in zip(biases, spans)
             ]
         return self._packed(joined(weights), torch.cat(biases) if bias else None, format)
+
+    def _rows(self, module: str, size: int, in_features: int) -> Tensor | QuantizedWeight:
+        """A weight [size, in_features], or this rank's rows of it."""
+        span = None if self.shard is None else self.shard.rows_of(module)
+        if span is None:
+            return self.source.take_linear(module, size, in_features)
+        if module in self.in_part:
+            return self.source.take_linear(module, span.size, in_features)
+        return cut(self.source.take_linear(module, size, in_features), span)
 
     def _packed(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, format: QuantizedFormat | None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear
-from penstock.kernels.moe import Expert, gated_mlp, moe_mlp, pack_experts
+from penstock.kernels.moe import Complete, Expert, gated_mlp, moe_mlp, pack_experts
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.types import PackedLinear
 from penstock.workers.experts.routing import ExpertSource, LayerRouting
@@ -40,6 +40,12 @@ class MoeMlp:
         self.norm_topk_prob = config.norm_topk_prob
 
     row_form = None  # the router reads plain rows
+    complete: Complete | None = None  # of one rank of a group, which has some of the experts
+
+    @property
+    def held(self) -> Sequence[Expert]:
+        """The experts that this layer itself holds in device memory."""
+        return self.experts if isinstance(self.experts, Sequence) else ()
 
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         """`x` [T, hidden] -> [T, hidden], written over `x`."""
@@ -49,10 +55,7 @@ class MoeMlp:
         logits = ws.router_logits.copy_(scores[:, : self.num_experts])
         weights, ids = self.route(logits, ws.probabilities)
         if self.shared is not None:
-            inner = _narrowed(ws.inner, self.shared.gate_up.out_features)
-            gated_mlp(
-                x, self.shared.gate_up, self.shared.down, inner, ws.shared, scales=ws.row_scales
-            )
+            self._run_shared(self.shared, x, ws)
         grouped = ws.grouped.view(num_tokens * self.top_k, -1)
         routing = self._routing(ids, x, scores, ws)
         moe_mlp(
@@ -62,8 +65,9 @@ class MoeMlp:
             routing.experts,
             num_experts=routing.num_experts,
             grouped=grouped,
-            inner=_narrowed(ws.inner, 2 * self.inner_size),
+            inner=narrowed(ws.inner, 2 * self.inner_size),
             out=x,
+            complete=self.complete,
         )
         if self.shared is not None:
             x.addcmul_(scores[:, self.num_experts :].sigmoid(), ws.shared)
@@ -72,6 +76,10 @@ class MoeMlp:
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`route` for normed states `x` [T, hidden], in new memory: for expert prediction."""
         return self.route(linear(x, self.router)[:, : self.num_experts].float())
+
+    def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
+        inner = narrowed(ws.inner, shared.gate_up.out_features)
+        gated_mlp(x, shared.gate_up, shared.down, inner, ws.shared, scales=ws.row_scales)
 
     def _routing(
         self, ids: Tensor, x: Tensor, scores: Tensor, workspace: Workspace
@@ -99,7 +107,7 @@ class MoeMlp:
         return weights, ids
 
 
-def _narrowed(rows: Tensor, columns: int) -> Tensor:
+def narrowed(rows: Tensor, columns: int) -> Tensor:
     """The memory of `rows` [T, at least columns] as dense [T, columns]."""
     num_rows = rows.shape[0]
     return rows.view(-1)[: num_rows * columns].view(num_rows, columns)

@@ -64,9 +64,8 @@ def linears_of(layers: Sequence[DecoderLayer]) -> Iterator[PackedLinear]:
             yield from (layer.mlp.gate_up, layer.mlp.down)
             continue
         yield layer.mlp.router
-        if isinstance(layer.mlp.experts, Sequence):
-            for pair in layer.mlp.experts:
-                yield from pair
+        for pair in layer.mlp.held:
+            yield from pair
         if layer.mlp.shared is not None:
             yield from (layer.mlp.shared.gate_up, layer.mlp.shared.down)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -63,6 +63,16 @@ class StoredTensor:
                 f"weights must be one of {', '.join(known)}"
             )
         return self.read_bytes().view(known[self.dtype]).view(self.shape)
+
+    def part(self, first: int, end: int) -> Self:
+        """Its rows [first, end), of the first dimension."""
+        row_bytes = self.num_bytes // self.shape[0]
+        return replace(
+            self,
+            shape=(end - first, *self.shape[1:]),
+            offset=self.offset + first * row_bytes,
+            num_bytes=(end - first) * row_bytes,
+        )
 
     def read_bytes(self) -> Tensor:
         """The bytes of the tensor, uint8. Raises LoadError."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
@@ -80,6 +81,12 @@ class GgufTensor(StoredTensor):
             pairs = raw.view(self.num_heads, num_rows // self.num_heads // 2, 2, -1)
             raw = pairs.transpose(1, 2).reshape(num_rows, -1)
         return raw if codes else decode(raw, self.type).view(self.shape)
+
+    def part(self, first: int, end: int) -> Self:
+        """Its rows [first, end): of whole heads, where they are divided into heads."""
+        num_heads = self.num_heads * (end - first) // self.shape[0]
+        assert num_heads * self.shape[0] == self.num_heads * (end - first)
+        return replace(super(GgufTensor, self).part(first, end), num_heads=num_heads)
 
 
 def open_gguf(file: Path) -> dict[str, StoredTensor]:

@@ -77,7 +77,7 @@ REFUSED = {
     "--gpu-memory-utilization 0.9": "--kv-cache-gb X",
     "--trust-remote-code": "runs no code from a checkpoint",
     '--speculative-config {"method":"ngram"}': "no speculative decoding",
-    "--enable-expert-parallel": "--expert-cache-gb",
+    "--enable-eplb": "a fixed range of the experts",
     "--reasoning-parser step3": "deepseek_r1, qwen3",
     "--compilation-config 3": "--cuda-graphs",
     "-O3": "--cuda-graphs",

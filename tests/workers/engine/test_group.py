@@ -82,7 +82,9 @@ def both(model: str, num_ranks: int = 2, params: dict[str, Any] | None = None, *
     [
         ("llama", "fp32"), ("qwen2", "bf16"), ("qwen3", "fp32"), ("mistral-window", "fp32"),
         ("llama-bias", "fp32"), ("llama-tied", "bf16"), ("llama", "int8"), ("qwen3", "int4"),
-        ("llama", "nf4"), ("llama", "fp8"),
+        ("llama", "nf4"), ("llama", "fp8"), ("olmoe", "fp32"), ("olmoe-clip", "bf16"),
+        ("mixtral", "fp32"), ("qwen2_moe", "int8"), ("qwen2_moe-normed", "fp32"),
+        ("qwen3_moe", "int4"), ("qwen3_moe-128", "fp32"),
     ],
 )  # fmt: skip
 def test_ids_of_one_process(name, weights):
@@ -116,11 +118,48 @@ def test_rolled_windows_and_logprobs():
     assert group == one
 
 
+@pytest.mark.parametrize("options", [{"num_blocks": 26}, {"max_num_batched_tokens": 8}])
+def test_experts_under_schedules(options):
+    group, one = both(str(make_checkpoint("olmoe")), **options)
+    assert group == one
+
+
+@pytest.mark.parametrize("name", ["llama-4-kv", "olmoe-4-kv"])
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_more_ranks(name, num_ranks):
+    """Three divide neither the heads, nor the columns, nor the experts evenly."""
+    group, one = both(str(make_checkpoint(name)), num_ranks)
+    assert group == one
+
+
 @pytest.mark.parametrize("name", ["builtin"])
 def test_heads_that_do_not_divide_evenly(name):
     config = ModelConfig.from_pretrained(resolve_model(name))
     group, one = both(name, min(3, config.num_kv_heads))
     assert group == one
+
+
+def test_an_error_in_the_middle_of_a_pass_ends_the_group():
+    """The other ranks wait for the rest of that pass, and would take the next one for it."""
+    process = subprocess.run(
+        [sys.executable, "-c", BROKEN, str(make_checkpoint("llama"))],
+        cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, timeout=100, check=False, text=True,
+    )  # fmt: skip
+    assert process.returncode == EXIT_STATUS
+    assert "has failed half-way" in process.stderr
+
+
+BROKEN = """
+import logging, sys
+from tests.workers.engine.test_group import engine_of, run
+logging.basicConfig()
+engine = engine_of(sys.argv[1], 2)
+run(engine)
+def fail(*_):
+    raise ValueError("in the second layer")
+engine.model.layers[1].mlp.run = fail
+run(engine)
+"""
 
 
 def test_a_rank_has_its_part_of_the_weights():
@@ -187,7 +226,6 @@ def test_a_closed_engine_leaves_no_process():
 @pytest.mark.parametrize(
     ("model", "ranks", "message"),
     [
-        ("olmoe", 2, "is for dense models so far"),
         ("llama", 9, "KV heads of this model, and each rank needs one; set it to 2"),
     ],
 )

@@ -64,7 +64,7 @@ class Leader:
         """
         self._await_ready()
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
-        model.on_close = self.close
+        model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
 
@@ -76,6 +76,10 @@ class Leader:
         for process in self._processes:
             process.end()
         os.close(self.rank.descriptor)
+
+    def _end_all(self) -> None:
+        log.error("a step of this worker's group has failed half-way: the worker ends")
+        os._exit(EXIT_STATUS)
 
     def _memory(self, num_blocks: int, max_model_len: int) -> None:
         for peer in self._peers:

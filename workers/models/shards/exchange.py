@@ -1,8 +1,8 @@
 """The memory that the ranks of a group share, and what they put together in it.
 
-Two buffers take turns between the layers of a pass, which has an even number of calls: a recorded
-pass finds them as they were. The logits have a buffer of their own, and so have the hidden rows
-that the first rank asks logits for.
+Two buffers take turns between the layers. A pass that can be recorded, which has no routed experts,
+has an even number of calls, and finds the buffers as they were. The logits have a buffer of their
+own, and so have the hidden rows that the first rank asks logits for.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ class ExchangeSizes:
 
     def _parts(self, config: ModelConfig, num_ranks: int) -> list[tuple[str, int]]:
         widest = max(
-            config.num_heads * config.head_dim, config.intermediate_size, config.hidden_size
-        )
+            config.num_heads * config.head_dim, config.intermediate_size, config.hidden_size,
+            config.shared_expert_intermediate_size,
+            config.num_experts_per_token * config.hidden_size,
+        )  # fmt: skip
         step = self.max_tokens * widest * self.item_bytes
         logits = self.max_logits * config.vocab_size * self.item_bytes
         rows = self.max_logits * config.hidden_size * self.item_bytes
@@ -66,12 +68,13 @@ class Exchange:
             num_ranks,
         )  # fmt: skip
         self._turns = parts["even"], parts["odd"]
-        self._turn = 0
         self._logits, self._rows = parts["logits"], parts["rows"]
-
-    def begin(self) -> None:
-        """A pass over the layers begins."""
         self._turn = 0
+        # For norms over the heads of all ranks: q and k, of this rank alone.
+        widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+        rows = sizes.max_tokens if config.qk_norm == "full" else 0
+        self._heads = [torch.empty(rows * width * sizes.item_bytes, dtype=torch.uint8)
+                       for width in widths]  # fmt: skip
 
     def gather(self, own: Tensor, span: Span, out: Tensor) -> Tensor:
         """All columns of a step's rows, of which `span` are `own` [T, w], in `out` [T, whole]."""
@@ -79,6 +82,17 @@ class Exchange:
         self._turn = 1 - self._turn
         gather(own, _rows_in(shared, own, span), span.first, out, self._meeting)
         return out
+
+    def gather_rows(self, rows: Tensor, first: int, end: int) -> None:
+        """`rows` [R, w], dense, of which this rank has computed [first, end), from all ranks."""
+        width = rows.shape[1]
+        span = Span(first * width, end * width, rows.numel())
+        self.gather(rows[first:end].view(1, span.size), span, rows.view(1, -1))
+
+    def heads(self, which: int, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Memory for q (0) or k (1) of all ranks, [num_rows, width]."""
+        size = num_rows * width * dtype.itemsize
+        return self._heads[which][:size].view(dtype).view(num_rows, width)
 
     def gather_logits(self, own: Tensor, span: Span, out: Tensor | None) -> None:
         gather(own, _rows_in(self._logits, own, span), span.first, out, self._meeting)

@@ -1,4 +1,5 @@
-"""Attention, MLP and decoder of one rank: as layers.py and decoder.py, with the gathers between.
+"""Attention, MLPs and decoder of one rank: as layers.py, moe.py and decoder.py, with the gathers
+between.
 
 Each linear has this rank's outputs and the whole input. Rows are rounded to int8 after they have
 been gathered, by every rank alike, as one process does.
@@ -6,22 +7,25 @@ been gathered, by every rank alike, as one process does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear
+from penstock.kernels.moe import Expert, Visited
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import silu_mul
+from penstock.kernels.rowwise import rms_norm, silu_mul
 from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
+from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, AttentionInputs, Mlp, RolledRows, rows_for
+from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.exchange import Exchange
-from penstock.workers.models.shards.shard import Shard
+from penstock.workers.models.shards.shard import Shard, Span
 
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
 OnStep = Callable[[Tensor, Tensor, AttentionInputs], None]
@@ -33,6 +37,9 @@ class ShardAttention(Attention):
 
     shard: Shard
     exchange: Exchange
+
+    def join(self, shard: Shard, exchange: Exchange) -> None:
+        self.shard, self.exchange = shard, exchange
 
     def __call__(
         self,
@@ -52,6 +59,17 @@ class ShardAttention(Attention):
         linear(rows_for(self.o, whole, workspace), self.o, out=own)
         return self.exchange.gather(own, self.shard.hidden, workspace.projected)
 
+    def _normed(self, x: Tensor, which: int, weights: tuple[Tensor, Tensor]) -> Tensor:
+        """Over the heads of all ranks, in other memory, or over each head, in place."""
+        if not self.norm_over_all_heads:
+            return super()._normed(x, which, weights)
+        span = (self.shard.attended, self.shard.key_columns)[which]
+        rows = x.view(x.shape[0], -1)
+        whole = self.exchange.heads(which, len(rows), span.whole, x.dtype)
+        self.exchange.gather(rows, span, whole)
+        rms_norm(whole, weights[which], self.eps, out=whole)
+        return whole[:, span.first : span.end].unflatten(1, x.shape[1:])
+
 
 class ShardMlp(Mlp):
     """Some inner columns of one rank, and its columns of the output."""
@@ -59,14 +77,68 @@ class ShardMlp(Mlp):
     shard: Shard
     exchange: Exchange
 
+    def join(self, shard: Shard, exchange: Exchange) -> None:
+        self.shard, self.exchange = shard, exchange
+
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
-        both = linear(x, self.gate_up, out=_columns(workspace.gate_up, self.gate_up.out_features))
-        own = silu_mul(both, out=both[:, : self.shard.inner.size])
-        inner = _columns(workspace.gate_up, self.shard.inner.whole)
-        whole = self.exchange.gather(own, self.shard.inner, inner)
-        out = _columns(workspace.normed, self.down.out_features)
-        linear(rows_for(self.down, whole, workspace), self.down, out=out)
-        return self.exchange.gather(out, self.shard.hidden, workspace.normed)
+        return self.run(x, self.shard.inner, workspace.gate_up, workspace.normed, workspace)
+
+    def run(
+        self, x: Tensor | Int8Rows, span: Span, memory: Tensor, out: Tensor, workspace: Workspace
+    ) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden] in `out`. `span`: this rank's inner columns; `memory`
+        [T, twice the inner columns of all]: for them."""
+        both = linear(x, self.gate_up, out=_columns(memory, self.gate_up.out_features))
+        own = silu_mul(both, out=both[:, : span.size])
+        whole = self.exchange.gather(own, span, _columns(memory, span.whole))
+        own = _columns(out, self.down.out_features)
+        linear(rows_for(self.down, whole, workspace), self.down, out=own)
+        return self.exchange.gather(own, self.shard.hidden, out)
+
+
+class ShardMoe(MoeMlp):
+    """The router, some of the experts, and some columns of the shared expert.
+
+    Every rank routes alike, since all have the same rows. A token's outputs are added in the order
+    of its routes, as in one process, once those of all ranks are there.
+    """
+
+    shard: Shard
+    exchange: Exchange
+
+    def join(self, shard: Shard, exchange: Exchange) -> None:
+        self.shard, self.exchange = shard, exchange
+        self.complete = self._gather
+        if isinstance(self.shared, ShardMlp):
+            self.shared.join(shard, exchange)
+
+    @property
+    def held(self) -> Sequence[Expert]:
+        assert isinstance(self.experts, HeldExperts)
+        return self.experts.experts
+
+    def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
+        assert isinstance(shared, ShardMlp)
+        shared.run(x, self.shard.shared_inner, ws.inner, ws.shared, ws)
+
+    def _gather(self, outputs: Tensor, ends: list[int]) -> None:
+        own, bounds = self.shard.experts, [0, *ends]
+        self.exchange.gather_rows(outputs, bounds[own.first], bounds[own.end])
+
+
+class HeldExperts:
+    """The experts of one rank, as an ExpertSource that yields no others."""
+
+    def __init__(self, experts: Sequence[Expert], span: Span):
+        self.experts, self.span = experts, span
+
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
+        return LayerRouting(ids, self.span.whole, self._held)
+
+    def _held(self, used: list[int]) -> Iterator[Visited]:
+        for number in used:
+            if self.span.first <= number < self.span.end:
+                yield number, self.experts[number - self.span.first]
 
 
 class ShardDecoder(Decoder):
@@ -91,6 +163,7 @@ class ShardDecoder(Decoder):
         self.on_step: OnStep | None = None  # of the first rank, once there are others
         self.on_logits: OnLogits | None = None
         self.on_memory: Callable[[int, int], None] | None = None  # of blocks, and tokens a sequence
+        self.on_broken: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
 
     def begin(
@@ -108,8 +181,12 @@ class ShardDecoder(Decoder):
     def run_layers(
         self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
     ) -> Tensor:
-        self.exchange.begin()
-        return super().run_layers(inputs, kv_layers, ws)
+        try:
+            return super().run_layers(inputs, kv_layers, ws)
+        except BaseException:
+            if self.on_broken is not None:
+                self.on_broken()  # the others wait in the middle of this pass
+            raise
 
     def sink_queries(self, ws: Workspace) -> Tensor:
         return _columns(ws.q_sink, self.shard.attended.size)

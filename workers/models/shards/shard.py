@@ -2,11 +2,13 @@
 
 Every linear is cut by its outputs, and its whole input is gathered: each output is then the same
 dot product over the whole input by the same kernel, so a group has the bits of one process, in
-every number format. Shares are as even as whole KV heads and blocks of columns allow.
+every number format. Shares are as even as whole KV heads and blocks of columns allow. Routed
+experts stay whole: each rank has some of them.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -16,6 +18,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
 
 COLUMNS = 16  # of a hidden or inner width that stay together
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +48,10 @@ class Shard:
 
     def __post_init__(self) -> None:
         config, wanted = self.config, f"tensor_parallel_size {self.num_ranks}"
-        if any(config.moe_layers):
-            raise ConfigError(
-                f"{wanted} is for dense models so far, and this one has experts; leave it out"
-            )
         if self.num_ranks > config.num_kv_heads:
             raise ConfigError(
                 f"{wanted} is more than the {config.num_kv_heads} KV heads of this model, and each "
                 f"rank needs one; set it to {config.num_kv_heads} at most"
-            )
-        if config.qk_norm == "full":
-            raise ConfigError(
-                f"{wanted} cannot serve a model that norms all heads together; leave it out"
             )
 
     @property
@@ -74,8 +69,23 @@ class Shard:
         return self.heads.of(self.config.head_dim)
 
     @property
+    def key_columns(self) -> Span:
+        """Columns of the projections to K and to V."""
+        return self.kv_heads.of(self.config.head_dim)
+
+    @property
     def inner(self) -> Span:
         return self._share(self.config.intermediate_size, COLUMNS)
+
+    @property
+    def shared_inner(self) -> Span:
+        """Of a shared expert."""
+        return self._share(self.config.shared_expert_intermediate_size, COLUMNS)
+
+    @property
+    def experts(self) -> Span:
+        """Whole routed experts."""
+        return self._share(self.config.num_experts, 1)
 
     @property
     def hidden(self) -> Span:
@@ -92,17 +102,25 @@ class Shard:
 
     def rows_of(self, module: str) -> Span | None:
         """Which outputs of a linear this rank has; None: all of them."""
-        kind = module.rpartition(".")[2]
-        kv = self.kv_heads.of(self.config.head_dim)
+        parent, _, kind = module.rpartition(".")
+        if ".experts." in module:
+            return None
+        inner = self.shared_inner if parent.endswith(".shared_expert") else self.inner
         return {
             "q_proj": self.attended,
-            "k_proj": kv,
-            "v_proj": kv,
+            "k_proj": self.key_columns,
+            "v_proj": self.key_columns,
             "o_proj": self.hidden,
-            "gate_proj": self.inner,
-            "up_proj": self.inner,
+            "gate_proj": inner,
+            "up_proj": inner,
             "down_proj": self.hidden,
+            "lm_head": None if self.config.tie_word_embeddings else self.vocab,
         }.get(kind)
+
+    def lacks(self, name: str) -> bool:
+        """Whether a tensor is of an expert that another rank has."""
+        found = _EXPERT.search(name)
+        return found is not None and not self.experts.first <= int(found[1]) < self.experts.end
 
     def _share(self, whole: int, unit: int) -> Span:
         """The first ranks have the larger shares, of whole units; the last one what is left."""

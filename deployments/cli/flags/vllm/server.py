@@ -10,8 +10,8 @@ _RAY_PLACES = (
     "`penstock serve MODEL --ray-address HOST:PORT --num-workers N` (docs/operations/cluster.md)"
 )
 _NO_EXPERT_GROUPS = (
-    "Penstock does not divide experts over GPUs; leave it out, or use --expert-cache-gb X for a "
-    "model whose experts do not fit on the device (docs/guide/experts.md)"
+    "each rank of a group has a fixed range of the experts, and every rank has all tokens; leave "
+    "it out"
 )
 _CORS = "--allowed-origins is enough: GET, HEAD, POST, DELETE and any header pass, without cookies"
 
@@ -33,8 +33,12 @@ CLUSTER = (
     absent("--data-parallel-hybrid-lb", "--data-parallel-external-lb", sentence=_RAY_PLACES),
     absent("--headless", "--nnodes", "--node-rank", sentence=_RAY_PLACES),
     absent("--master-addr", "--master-port", sentence=_RAY_PLACES),
-    absent("--enable-expert-parallel", "-ep", "--enable-eplb", sentence=_NO_EXPERT_GROUPS),
-    absent("--all2all-backend", "--enable-dbo", sentence=_NO_EXPERT_GROUPS),
+    nothing(
+        "--enable-expert-parallel",
+        "-ep",
+        because="a group of --tensor-parallel-size always divides whole experts among its ranks",
+    ),
+    absent("--enable-eplb", "--enable-dbo", sentence=_NO_EXPERT_GROUPS),
     nothing("--disable-custom-all-reduce", because="a model is on one GPU"),
     alias("--api-server-count", "-asc", setting="num_ingress"),
     absent("--additional-config", sentence="Penstock has no plugins for platforms; leave it out"),
