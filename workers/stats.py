@@ -112,6 +112,16 @@ class ExpertStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStats:
+    """One process of a group that shares a model."""
+
+    weight_bytes: int
+    kv_bytes: int
+    num_gathers: int  # of rows that are divided among the ranks, since the start
+    wait_s: float  # for the other ranks, in these
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEvent:
     """What a lack of KV memory did to one request: for `penstock explain`.
 
@@ -184,6 +194,7 @@ class EngineStats:
     )  # seconds by term of execution/timing.py
     step_tokens: Distribution | None = None  # computed in one step
     experts: ExpertStats | None = None  # where there is a cache of experts
+    ranks: tuple[RankStats, ...] = ()  # with tensor_parallel_size, in their order
 
 
 @dataclass(frozen=True, slots=True)

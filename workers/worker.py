@@ -80,7 +80,8 @@ class Worker:
             announce,
             weights=model.weights.format,
             numerics=config.numerics,
-            weight_bytes=model.weights.num_bytes,
+            weight_bytes=sum(each.weight_bytes for each in model.ranks())
+            or model.weights.num_bytes,
             model_digest=digest,
             engine=engine.facts,
             tls=tls,

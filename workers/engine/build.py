@@ -127,6 +127,8 @@ def make_executor(
 ) -> Executor:
     arena = memory.arena
     kv_layers = arena.kv_layers()
+    if isinstance(model, ShardDecoder):
+        model.publish_memory(arena.num_blocks * arena.layout.block_bytes)
     if config.kv_commit != "eager":
         scratch = scratch_views(config, arena.layout, memory.rest)
         kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]

@@ -69,11 +69,13 @@ def stats_of(
     memory, routed, graphs = executor.memory, executor.model.routed, executor.graphs
     pool, cache, layout = memory.pool, scheduler.cache, memory.arena.layout
     tier = None if cache.swap is None else cache.swap.tier
+    ranks = executor.model.ranks()
+    block_bytes = sum(each.kv_bytes for each in ranks) // pool.num_blocks or layout.block_bytes
     return EngineStats(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_blocks=pool.num_blocks,
-        num_block_bytes=layout.block_bytes,
+        num_block_bytes=block_bytes,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         num_live_blocks=pool.num_live,
@@ -105,6 +107,7 @@ def stats_of(
         step_model=totals.step_model.coefficients(),
         step_tokens=totals.step_tokens.snapshot(),
         experts=None if routed is None else routed.stats(),
+        ranks=ranks,
     )
 
 

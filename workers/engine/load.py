@@ -16,6 +16,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores, kept_to
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.group.leader import Leader
+from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings, settings_of
@@ -56,19 +57,20 @@ def load_engine(
         folder = verified_folder(config, report)
         leader = Leader(config, folder) if config.tensor_parallel_size > 1 else None
         try:
-            model = load_configured(
-                config,
-                folder,
-                device,
-                progress=True if report is None else report,
-                experts=settings_of(config, experts, remote_experts),
-                rank=None if leader is None else leader.rank,
-            )
-            if report is not None:
-                report(Progress(PREPARING))
-            if leader is not None and isinstance(model, ShardDecoder):
-                leader.lead(model)
-            return Engine(config, model, pooling=read_pooling(folder, config.pooling))
+            with named_shortages(config.model, device):
+                model = load_configured(
+                    config,
+                    folder,
+                    device,
+                    progress=True if report is None else report,
+                    experts=settings_of(config, experts, remote_experts),
+                    rank=None if leader is None else leader.rank,
+                )
+                if report is not None:
+                    report(Progress(PREPARING))
+                if leader is not None and isinstance(model, ShardDecoder):
+                    leader.lead(model)
+                return Engine(config, model, pooling=read_pooling(folder, config.pooling))
         except BaseException:
             if leader is not None:
                 leader.close()

@@ -19,6 +19,7 @@ from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.rope import Rope
 from penstock.workers.models.weight_summary import linears_of, weight_facts
+from penstock.workers.stats import RankStats
 
 
 class Decoder:
@@ -129,6 +130,10 @@ class Decoder:
             y = layer.mlp(x, ws)
             x = self._add_norm(y, next_norm, ws, next_rows)
         return ws.normed
+
+    def ranks(self) -> tuple[RankStats, ...]:
+        """Of a group of processes, each of them; none of one alone."""
+        return ()
 
     def close(self) -> None:
         """End what computes beside this process: threads that copy experts, other ranks."""

@@ -10,10 +10,11 @@ the hidden layers, kappa KV bytes per token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.planning.group import Group
 from penstock.workers.planning.hardware import (
     ATTENTION,
     KV_FORMATS,
@@ -22,6 +23,7 @@ from penstock.workers.planning.hardware import (
     WeightCost,
 )
 from penstock.workers.planning.parameters import count_parameters
+from penstock.workers.planning.step_time import StepTime
 
 BLOCK_ALIGN_BYTES = 512  # as the arena's blocks
 
@@ -32,36 +34,6 @@ def ridge_tokens(flops: float, weight_bytes: float, bandwidth: float) -> float:
     The same for every matrix, because its dimensions cancel. Below nt, more rows cost no time.
     """
     return flops * weight_bytes / (2 * bandwidth)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """The parts of one step, each at the device's peak, in seconds."""
-
-    weights_s: float  # reading weights
-    linear_s: float  # the products with them
-    kv_s: float  # reading K and V
-    attention_s: float  # the products with those
-    other_s: float = 0.0  # of a measured device: all besides
-    overlaps: bool = True  # reads and products of the same layer, fully
-
-    @property
-    def seconds(self) -> float:
-        """Linear layers and attention run one after another; within each, reads overlap. Where
-        they do in part, the corner of the roof is rounded: the root of the sum of squares."""
-        joined = max if self.overlaps else math.hypot
-        linear_s = joined(self.weights_s, self.linear_s)
-        return linear_s + joined(self.kv_s, self.attention_s) + self.other_s
-
-    @property
-    def memory_s(self) -> float:
-        """Seconds of reading."""
-        return self.weights_s + self.kv_s
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of computing."""
-        return self.linear_s + self.attention_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +64,10 @@ class Roofline:
     batched_tokens: int = 0
     reserve_bytes: float = 0
     stored: WeightCost | None = None  # of the weights in a file, which the format "auto" keeps
+    group: Group = field(default_factory=Group)  # of devices; bytes are those of one of them
 
     def __post_init__(self) -> None:
+        self.group.check(self.model)
         formats = [*WEIGHT_FORMATS, *(["auto"] if self.stored is not None else [])]
         for name, known in (("weights", formats), ("kv", list(KV_FORMATS))):
             if getattr(self, name) not in known:
@@ -127,13 +101,15 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> float:
-        """All weights, as they lie in memory."""
+        """All weights, as they lie in memory: of a group, on the device that has most."""
         n, fmt = count_parameters(self.model), self._format
-        routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
+        routed = self._routed_bytes
         embedding = n.embedding * (fmt.bytes if self.quantised_embedding else fmt.other_bytes)
         head = n.head * (self._head.bytes if self.quantised_head else fmt.other_bytes)
         if self.quantised_head and not n.head and not self.quantised_embedding:
             head = n.embedding * self._head.bytes * (fmt.bytes != fmt.other_bytes)
+        if self.group.ranks > 1:  # a rank's part of the head is never shared with the embedding
+            head = (head or n.embedding * fmt.other_bytes) / self.group.ranks
         return self._linear_bytes + routed + embedding + head + n.other * fmt.other_bytes
 
     @property
@@ -260,7 +236,8 @@ class Roofline:
     def _kv_bytes_per_layer(self) -> float:
         fmt = KV_FORMATS[self.kv]
         each = fmt.bytes + (2 / self._group if fmt.has_scales and self.kv_group else 0)
-        return 2 * self.model.num_kv_heads * self.model.head_dim * each
+        heads = self.model.num_kv_heads * self.group.kv_share(self.model)
+        return 2 * heads * self.model.head_dim * each
 
     @property
     def _plain_output(self) -> int:
@@ -276,7 +253,15 @@ class Roofline:
             self._plain_output,
         )
         rows = n.linear_rows - n.output_rows * (plain > 0)
-        return (n.linear - plain) * fmt.bytes + rows * fmt.row_bytes + plain * fmt.other_bytes
+        whole = (n.linear - plain) * fmt.bytes + rows * fmt.row_bytes + plain * fmt.other_bytes
+        return whole / self.group.ranks
+
+    @property
+    def _routed_bytes(self) -> float:
+        """Bytes of the routed experts' weights."""
+        n, fmt = count_parameters(self.model), self._format
+        whole = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
+        return whole * self.group.routed_share(self.model)
 
     @property
     def _exact_flops(self) -> float:
@@ -287,7 +272,8 @@ class Roofline:
     def _token_s(self) -> float:
         """A row's products with the layers below the head."""
         plain = 2 * self._plain_output
-        return (self.flops_per_token - plain) / self._linear_flops + plain / self._exact_flops
+        whole_s = (self.flops_per_token - plain) / self._linear_flops + plain / self._exact_flops
+        return whole_s / self.group.ranks
 
     @property
     def _linear_flops(self) -> float:
@@ -297,7 +283,7 @@ class Roofline:
         """`read`: cached tokens read, over all layers; `looked_at`: pairs of a query and a key."""
         n, m = count_parameters(self.model), self.model
         fmt = self._format
-        routed = n.routed * fmt.bytes + n.routed_rows * fmt.row_bytes
+        routed, group = self._routed_bytes, self.group
         if routed:  # those experts that any row goes to, if each is as likely as another
             routed *= 1 - (1 - m.num_experts_per_token / m.num_experts) ** rows
         head = n.head or n.embedding
@@ -307,18 +293,24 @@ class Roofline:
         head_format = plain
         if head_quantised:
             head_format = "int8" if self.weights == "int4" else self.weights
-        head_s = head_bytes * (head_rows > 0) / self.device.read(head_format)
+        head_s = head_bytes / group.ranks * (head_rows > 0) / self.device.read(head_format)
         layers_s = (self._linear_bytes + routed) / self.device.read(self.weights)
         other_s = n.other * fmt.other_bytes / self.device.read(plain)
         attention_flops = self.device.flops.get(ATTENTION, self._exact_flops)
         head_peak = self._linear_flops if head_quantised else self._exact_flops
         return StepTime(
             weights_s=layers_s + head_s + other_s,
-            linear_s=rows * self._token_s + head_rows * self.head_flops / head_peak,
+            linear_s=rows * self._token_s + head_rows * self.head_flops / head_peak / group.ranks,
             kv_s=read * self._kv_bytes_per_layer / self.device.bandwidth,
-            attention_s=4 * m.num_heads * m.head_dim * looked_at / attention_flops,
+            attention_s=4
+            * m.num_heads
+            * group.kv_share(m)
+            * m.head_dim
+            * looked_at
+            / attention_flops,
             other_s=self.device.layer_s * m.num_layers + self.device.row_s * head_rows,
             overlaps=self.device.overlaps,
+            exchange_s=group.exchange_s(m, rows, head_rows, fmt.other_bytes),
         )
 
     def _seen(self, context: int) -> int:

@@ -15,7 +15,7 @@ from typing import Self
 
 from torch import Tensor
 
-from penstock.workers.errors import ConfigError, LoadError
+from penstock.workers.errors import ConfigError, InvariantError, LoadError
 from penstock.workers.gguf.config import ADJACENT_PAIRS, MIXTRAL, is_kept, stated_by
 from penstock.workers.gguf.header import BlockType, TensorInfo, read_header
 from penstock.workers.gguf.metadata import architecture_of
@@ -84,8 +84,9 @@ class GgufTensor(StoredTensor):
 
     def part(self, first: int, end: int) -> Self:
         """Its rows [first, end): of whole heads, where they are divided into heads."""
-        num_heads = self.num_heads * (end - first) // self.shape[0]
-        assert num_heads * self.shape[0] == self.num_heads * (end - first)
+        num_heads, rest = divmod(self.num_heads * (end - first), self.shape[0])
+        if rest:
+            raise InvariantError(f"{self.name}: rows [{first}, {end}) are no whole heads")
         return replace(super(GgufTensor, self).part(first, end), num_heads=num_heads)
 
 

@@ -10,6 +10,7 @@ from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.engine import add_quantized_layers
 from penstock.deployments.cli.flags.types import non_negative, positive_int
 from penstock.workers.config import DEFAULT_KV_GROUP
+from penstock.workers.planning.group import LINKS
 from penstock.workers.planning.hardware import DEVICES
 from penstock.workers.planning.shapes import SHAPES
 
@@ -20,13 +21,15 @@ examples:
   penstock plan ./my-checkpoint --device A100 --weights bf16,int4 --kv int8 --price-per-hour 1.8
   penstock plan ./my-checkpoint --device here --batch 8    this machine, measured
   penstock plan Mixtral-8x7B --device H200 --json plan.json --plot plan.png
+  penstock plan Llama-3.1-70B --device H100 --tensor-parallel-size 1,2,4,8 --link pcie
 
 Reading the table. blocks: KV blocks that fit next to weights and activations. batch: sequences of
 --context tokens that fit in them. step: one decode step of that batch. nt: the ridge, the tokens
 that a step computes in the time of one. TTFT: ms, for a prompt that runs alone. cost/M: of a
-million generated tokens. These are bounds, nothing can be faster: for an estimate give
---compute-share 0.5 --bandwidth-share 0.8, or the shares that you have measured. `here` is
-measured: its figures are estimates, not bounds.
+million generated tokens. tp, link: the devices of a group, and the time of a step in which they
+send one another rows: a forecast, since groups run on CPUs only so far. These are bounds, nothing
+can be faster: for an estimate give --compute-share 0.5 --bandwidth-share 0.8, or the shares that
+you have measured. `here` is measured: its figures are estimates, not bounds.
 
 models:  {", ".join(SHAPES)}
 devices: {", ".join(DEVICES)}, here
@@ -75,6 +78,14 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv", default="bf16,int8", metavar="FORMATS", help="(default: %(default)s)"
     )
+    group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        default="1",
+        metavar="N,N",
+        help="devices that share one model; bytes, blocks and batch are then of each of them, and "
+        "the tokens of all (default: %(default)s)",
+    )
     group = plan.add_argument_group("the load")
     group.add_argument(
         "--context",
@@ -110,6 +121,16 @@ def _add_machine_flags(plan: argparse.ArgumentParser) -> None:
         metavar="N",
         help="head dimensions that share a scale in int8 and fp8 KV, or head; 0: no scales; "
         f"auto, as the engine: {DEFAULT_KV_GROUP}, or the head where that does not divide it",
+    )
+    group.add_argument(
+        "--link",
+        choices=tuple(LINKS),
+        default="nvlink",
+        help="between the devices of a group: "
+        + "; ".join(
+            f"{name}: {link.source.removeprefix('assumed: ')}" for name, link in LINKS.items()
+        )
+        + ". Assumed, not measured (default: %(default)s)",
     )
     add_quantized_layers(group)
     group.add_argument(

@@ -19,11 +19,8 @@ from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.errors import ConfigError
 from penstock.workers.gguf.header import GgufHeader, find_gguf, read_header
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.planning.hardware import (
-    KV_FORMATS,
-    Device,
-    device_named,
-)
+from penstock.workers.planning.group import LINKS, Group
+from penstock.workers.planning.hardware import KV_FORMATS, Device, device_named
 from penstock.workers.planning.kept import kept_cost
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import Roofline
@@ -97,6 +94,7 @@ def _rooflines(
         reserve_bytes=args.reserve_gb * 1e9,
     )
     kvs = _names("--kv", args.kv, KV_FORMATS)
+    groups = _groups(args, model)
     rooflines = []
     for weights in _weights(args.weights, model, is_gguf=header is not None):
         if weights == "auto" and header is not None:
@@ -104,8 +102,24 @@ def _rooflines(
             each = replace(base, stored=cost, quantised_head=keeps_head, quantised_output=True)
         else:
             each = base
-        rooflines += [replace(each, weights=weights, kv=kv) for kv in kvs]
+        rooflines += [
+            replace(each, weights=weights, kv=kv, group=group) for kv in kvs for group in groups
+        ]
     return rooflines
+
+
+def _groups(args: argparse.Namespace, model: ModelConfig) -> list[Group]:
+    """Raises ConfigError."""
+    names = _names("--tensor-parallel-size", args.tensor_parallel_size)
+    if not all(name.isdecimal() for name in names):
+        raise ConfigError(
+            "--tensor-parallel-size takes whole numbers with commas between; got "
+            f"{args.tensor_parallel_size}"
+        )
+    groups = [Group(int(name), LINKS[args.link]) for name in names]
+    for group in groups:
+        group.check(model)
+    return groups
 
 
 def _weights(text: str | None, model: ModelConfig, *, is_gguf: bool) -> list[str]:

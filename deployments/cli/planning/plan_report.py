@@ -17,6 +17,7 @@ class Row:
 
     weights: str
     kv: str
+    ranks: int
     weight_gb: float
     kv_bytes_per_token: float
     num_blocks: int
@@ -24,6 +25,7 @@ class Row:
     step_ms: float | None
     memory_ms: float | None  # of it, what is read: weights, K and V
     compute_ms: float | None  # and what is computed; the two overlap in part
+    exchange_ms: float | None  # and what the devices of a group send one another
     tokens_per_s: float | None
     ridge_tokens: float
     link_threshold_gb_per_s: float
@@ -47,6 +49,7 @@ def row_of(
     return Row(
         weights=roofline.weights,
         kv=roofline.kv,
+        ranks=roofline.group.ranks,
         weight_gb=roofline.weight_bytes / 1e9,
         kv_bytes_per_token=roofline.kv_bytes_per_token,
         num_blocks=roofline.num_blocks,
@@ -54,11 +57,13 @@ def row_of(
         step_ms=None if step is None else step.seconds * 1e3,
         memory_ms=None if step is None else step.memory_s * 1e3,
         compute_ms=None if step is None else step.compute_s * 1e3,
+        exchange_ms=None if step is None else step.exchange_s * 1e3,
         tokens_per_s=roofline.tokens_per_s(chosen, context) if fits else None,
         ridge_tokens=roofline.ridge_tokens,
         link_threshold_gb_per_s=roofline.link_threshold() / 1e9,
         ttft_ms={n: roofline.prefill_s(n, chunk) * 1e3 for n in prompt_lens} if fits else None,
-        cost_per_million=roofline.cost_per_million(chosen, context, price_per_hour)
+        cost_per_million=roofline.group.ranks
+        * roofline.cost_per_million(chosen, context, price_per_hour)
         if fits and price_per_hour is not None
         else None,
     )
@@ -70,14 +75,16 @@ def table(device: Device, rows: Sequence[Row], prompt_lens: Sequence[int]) -> st
         f"{device.name}: {device.memory_bytes / 1e9:.0f} GB, {device.bandwidth / 1e9:.0f} GB/s, "
         f"{device.peak('bf16') / 1e12:.3g} TFLOP/s bf16 ({device.source})"
     )
-    heads = ["weights", "kv", "weights GB", "blocks", "batch", "step ms", "memory ms", "compute ms"]
-    heads += ["tokens/s", "nt"]
+    is_grouped = any(row.ranks > 1 for row in rows)
+    heads = ["weights", "kv", *["tp"] * is_grouped, "weights GB", "blocks", "batch", "step ms"]
+    heads += ["memory ms", "compute ms", *["link ms"] * is_grouped, "tokens/s", "nt"]
     heads += [f"TTFT {n}" for n in prompt_lens]
     costs = any(row.cost_per_million is not None for row in rows)
     lines = [title, _line([*heads, *["cost/M"] * costs])]
     for row in rows:
-        cells = [row.weights, row.kv, f"{row.weight_gb:.1f}"]
-        times = (row.step_ms, row.memory_ms, row.compute_ms, row.tokens_per_s)
+        cells = [row.weights, row.kv, *[str(row.ranks)] * is_grouped, f"{row.weight_gb:.1f}"]
+        exchange = [row.exchange_ms] * is_grouped
+        times = (row.step_ms, row.memory_ms, row.compute_ms, *exchange, row.tokens_per_s)
         if row.ttft_ms is None or None in times:
             lines.append(_line(cells) + "   does not fit")
             continue
@@ -110,6 +117,8 @@ def plot(
     for (flow, first), (name, choices) in zip(panels, rooflines.items()):
         for each in choices:
             largest, label = each.largest_batch(context), f"{each.weights}, kv {each.kv}"
+            if each.group.ranks > 1:
+                label += f", tp {each.group.ranks}"
             if largest == 0:
                 continue
             batches = _spaced(largest)
@@ -118,7 +127,8 @@ def plot(
             lens = _spaced(longest)
             times = [each.prefill_s(n, each.batched_tokens) for n in lens]
             if each.kv == choices[0].kv:  # it hardly matters to the first token
-                first.plot(lens, times, label=each.weights, color=line[0].get_color())
+                without_kv = label.replace(f", kv {each.kv}", "")
+                first.plot(lens, times, label=without_kv, color=line[0].get_color())
         flow.set(xscale="log", yscale="log", xlabel="batch", ylabel="tokens/s", title=name)
         first.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="TTFT, s", title=name)
         for panel in (flow, first):

@@ -36,6 +36,7 @@ from penstock.deployments.ingress.metrics.families import (
     of_table,
 )
 from penstock.deployments.ingress.metrics.gates import of_gates
+from penstock.deployments.ingress.metrics.ranks import of_ranks
 from penstock.deployments.ingress.metrics.tables import (
     EXPERT_COUNTERS,
     EXPERT_GAUGES,
@@ -170,6 +171,7 @@ class PenstockCollector(Collector):
         yield seconds
         yield from _of_experts(named)
         yield from of_deferral(named)
+        yield from of_ranks(named)
         yield weights
         model = GaugeMetricFamily(
             "penstock_step_model_seconds",

@@ -9,12 +9,14 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 
 #include "export.h"
 
 constexpr int64_t RANK_STRIDE = 8;  // numbers between the counters of two ranks: a cache line
+constexpr int64_t WAITED = 1;       // among a rank's numbers: ns that it has waited for others
 constexpr int64_t SPINS = 2000;     // looks before the core is offered to others
 
 struct GatherArgs {
@@ -40,9 +42,12 @@ inline void gather(const GatherArgs& a) {
         return reinterpret_cast<std::atomic<int64_t>*>(a.arrived + rank * RANK_STRIDE);
     };
     counter(a.rank)->store(call, std::memory_order_release);
+    const auto began = std::chrono::steady_clock::now();
     for (int64_t rank = 0; rank < a.ranks; ++rank)
         for (int64_t looks = 0; counter(rank)->load(std::memory_order_acquire) < call; ++looks)
             if (looks > SPINS) sched_yield();
+    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - began;
+    a.arrived[a.rank * RANK_STRIDE + WAITED] += waited.count();
     if (!a.out) return;
     for (int64_t row = 0; row < a.rows; ++row)
         std::memcpy(a.out + row * a.out_stride, a.shared + row * a.all_bytes, a.all_bytes);

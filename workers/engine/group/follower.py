@@ -23,6 +23,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.build import block_layout, make_executor
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.load import load_configured
+from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.sizing import step_memory
 from penstock.workers.execution.executor import Executor
 from penstock.workers.memory.kv_format import kv_format
@@ -47,7 +48,8 @@ def follow(peer: socket.socket, number: int, num_ranks: int, descriptor: int) ->
     rank = Rank(number, num_ranks, descriptor, ExchangeSizes(**settings["sizes"]))
     try:
         folder = Path(settings["folder"])
-        model = load_configured(config, folder, "cpu", progress=False, rank=rank)
+        with named_shortages(config.model, "cpu"):
+            model = load_configured(config, folder, "cpu", progress=False, rank=rank)
     except Exception as error:
         wire.send(peer, -1, str(error).encode())
         raise

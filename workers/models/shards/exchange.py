@@ -63,10 +63,9 @@ class Exchange:
         parts = sizes.parts(config, num_ranks, memory)
         self.sizes = sizes
         self.rank = rank
-        self._meeting = Meeting(
-            counters(num_ranks, parts["counters"]), torch.zeros(1, dtype=torch.int64), rank,
-            num_ranks,
-        )  # fmt: skip
+        arrived = counters(num_ranks, parts["counters"])
+        self._of_ranks = arrived.view(num_ranks, -1)
+        self._meeting = Meeting(arrived, torch.zeros(1, dtype=torch.int64), rank, num_ranks)
         self._turns = parts["even"], parts["odd"]
         self._logits, self._rows = parts["logits"], parts["rows"]
         self._turn = 0
@@ -75,6 +74,14 @@ class Exchange:
         rows = sizes.max_tokens if config.qk_norm == "full" else 0
         self._heads = [torch.empty(rows * width * sizes.item_bytes, dtype=torch.uint8)
                        for width in widths]  # fmt: skip
+
+    def publish(self, which: int, value: int) -> None:
+        """A number of this rank (kernels/gather.py) for the others to see."""
+        self._of_ranks[self.rank, which] = value
+
+    def published(self) -> list[list[int]]:
+        """The numbers of each rank."""
+        return self._of_ranks.tolist()
 
     def gather(self, own: Tensor, span: Span, out: Tensor) -> Tensor:
         """All columns of a step's rows, of which `span` are `own` [T, w], in `out` [T, whole]."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from penstock.kernels.gather import ARRIVED, KV_BYTES, WAITED_NS, WEIGHT_BYTES
 from penstock.kernels.matmul import linear
 from penstock.kernels.moe import Expert, Visited
 from penstock.kernels.quant import Int8Rows
@@ -26,6 +27,7 @@ from penstock.workers.models.layers import Attention, AttentionInputs, Mlp, Roll
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.shard import Shard, Span
+from penstock.workers.stats import RankStats
 
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
 OnStep = Callable[[Tensor, Tensor, AttentionInputs], None]
@@ -190,6 +192,17 @@ class ShardDecoder(Decoder):
 
     def sink_queries(self, ws: Workspace) -> Tensor:
         return _columns(ws.q_sink, self.shard.attended.size)
+
+    def publish_memory(self, kv_bytes: int) -> None:
+        """For the first rank, which says what each holds."""
+        self.exchange.publish(WEIGHT_BYTES, self.weights.num_bytes)
+        self.exchange.publish(KV_BYTES, kv_bytes)
+
+    def ranks(self) -> tuple[RankStats, ...]:
+        return tuple(
+            RankStats(each[WEIGHT_BYTES], each[KV_BYTES], each[ARRIVED], each[WAITED_NS] / 1e9)
+            for each in self.exchange.published()
+        )
 
     @torch.inference_mode()
     def logits(

@@ -13,6 +13,7 @@ import torch
 
 from penstock.deployments.cli.main import main
 from penstock.workers.memory.kv_format import kv_format
+from penstock.workers.planning.group import LINKS, Group
 from penstock.workers.planning.hardware import DEVICES
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import SHAPES
@@ -215,3 +216,36 @@ def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
         assert row["batch"] == 4 and row["step_ms"] >= row["memory_ms"] > 0
     printed = capsys.readouterr()
     assert "`here` is measured" in printed.out and "measuring this machine's CPU" in printed.err
+
+
+def test_groups_share_bytes_and_time(tmp_path, capsys):
+    found = plan(
+        tmp_path,
+        *("Llama-3.1-70B", "--device", "H100", "--weights", "bf16", "--kv", "bf16"),
+        *("-tp", "1,2,4,8", "--link", "pcie", "--batch", "4", "--price-per-hour", "2"),
+    )
+    rows = {row["ranks"]: row for row in found["devices"][0]["rows"]}
+    assert list(rows) == [1, 2, 4, 8]
+    assert rows[1]["batch"] == 0 and rows[8]["batch"] == 4  # 141 GB do not fit one card of 80
+    assert rows[4]["weight_gb"] < 0.53 * rows[2]["weight_gb"]  # the embedding is on each
+    for ranks in (2, 4, 8):
+        group = Group(ranks, LINKS["pcie"])
+        model = SHAPES["Llama-3.1-70B"]
+        calls, sent = 80 * 4 + 1, 4 * (80 * (3 * 8192 + 28672) + 128256) * 2 * (ranks - 1) / ranks
+        assert group.calls(model) == calls and group.sent_bytes(model, 4, 4, 2) == sent
+        assert rows[ranks]["exchange_ms"] == pytest.approx(calls * 0.025 + sent / 22e9 * 1e3)
+        parts = ("memory_ms", "exchange_ms")
+        assert rows[ranks]["step_ms"] == pytest.approx(sum(rows[ranks][each] for each in parts))
+        per_token = ranks * 2 / 3600 / rows[ranks]["tokens_per_s"] * 1e6
+        assert rows[ranks]["cost_per_million"] == pytest.approx(per_token)
+    table = capsys.readouterr().out
+    assert " tp " in table and "link ms" in table
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("16", r"must lie in \[1, 8\]"), ("two", "takes whole numbers"), ("0", "must lie in")],
+)
+def test_groups_that_cannot_be(value, message, capsys):
+    assert main(["plan", "Llama-3.1-70B", "--tensor-parallel-size", value]) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -32,7 +32,7 @@ from penstock.deployments.ingress.metrics.collector import ModelSources, Penstoc
 from penstock.deployments.ingress.metrics.server import MetricsServer
 from penstock.workers.execution.timing import PHASES
 from penstock.workers.request import Delta, FirstTokenTimes
-from penstock.workers.stats import DeferralStats, EngineStats, WorkerInfo
+from penstock.workers.stats import DeferralStats, EngineStats, RankStats, WorkerInfo
 from tests.deployments.serving import EngineBackend, ScriptedBackend, Serving, reference_ids
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
@@ -470,4 +470,29 @@ def test_commit_or_recompute_has_its_numbers_and_decisions() -> None:
         ("penstock_commit_decisions_total", *of, "limit"): 0,
         ("penstock_commit_compared_seconds_total", *of, "td"): 0.5,
         ("penstock_commit_compared_seconds_total", *of, "tl"): 0.75,
+    }
+
+
+def test_each_rank_of_a_group_has_its_memory_and_waits() -> None:
+    ranks = (RankStats(100, 20, 7, 0.5), RankStats(90, 10, 7, 0.25))
+    info = WorkerInfo(ENGINE, epoch=1, token="", pid=1, model="builtin", max_model_len=512)
+    alone = WorkerInfo("other", epoch=2, token="", pid=1, model="builtin", max_model_len=512)
+    workers = [(info, EngineStats(ranks=ranks)), (alone, EngineStats())]
+    collector = PenstockCollector(RequestMetrics("builtin", 512), lambda: workers)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if sample.name.startswith("penstock_rank")
+    }
+    of = ("builtin", ENGINE)
+    assert found == {
+        ("penstock_rank_memory_bytes", *of, "0", "weights"): 100,
+        ("penstock_rank_memory_bytes", *of, "0", "kv"): 20,
+        ("penstock_rank_gathers_total", *of, "0"): 7,
+        ("penstock_rank_wait_seconds_total", *of, "0"): 0.5,
+        ("penstock_rank_memory_bytes", *of, "1", "weights"): 90,
+        ("penstock_rank_memory_bytes", *of, "1", "kv"): 10,
+        ("penstock_rank_gathers_total", *of, "1"): 7,
+        ("penstock_rank_wait_seconds_total", *of, "1"): 0.25,
     }
