@@ -108,9 +108,9 @@ def resolve(
     """Decide what `config` leaves open. `cluster`: None in a process without one. `num_workers`:
     of all models, which share the CPUs; None: there is one model.
 
-    A worker has a GPU, or an equal share of its node's CPUs and as many threads. Where nodes have
-    the resource `penstock_ingress`, ingresses run there only, one a node. Raises ConfigError if
-    the cluster has nothing that a worker could run on.
+    A worker has a GPU, or one for each of its ranks, or an equal share of its node's CPUs and as
+    many threads. Where nodes have the resource `penstock_ingress`, ingresses run there only, one a
+    node. Raises ConfigError if the cluster has nothing that a worker could run on.
     """
     engine, on_gpu = config.engine, uses_gpus(config, cluster)
     num_cpus, threads, env_vars = 1.0, engine.threads, {}
@@ -132,7 +132,9 @@ def resolve(
             engine=replace(engine, threads=threads),
             gate_answer_ms=config.gate_answer_ms or answer_ms,
         ),
-        ReplicaResources(num_cpus, num_gpus=1 if on_gpu else 0, env_vars=env_vars),
+        ReplicaResources(
+            num_cpus, num_gpus=engine.tensor_parallel_size if on_gpu else 0, env_vars=env_vars
+        ),
         _ingress(cluster),
     )
 

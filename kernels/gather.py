@@ -14,15 +14,15 @@ from penstock.kernels.cpu import native
 from penstock.kernels.cpu.arguments import GATHER
 
 COUNTER_BYTES = 64  # of a rank: a cache line
-# The numbers of a rank in it. The kernel leaves the last two to others.
-ARRIVED, WAITED_NS, WEIGHT_BYTES, KV_BYTES = range(4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
     """Where the ranks of a group wait for one another. All of them make the same calls."""
 
-    arrived: Tensor  # int64 [ranks * 8], shared and zeroed: of each rank, the numbers above
+    # int64 [ranks * 8], shared and zeroed: of each rank, the calls that it has arrived at, and the
+    # ns for which it waited in them.
+    arrived: Tensor
     calls: Tensor  # int64 [1], of this process, zeroed
     rank: int
     num_ranks: int

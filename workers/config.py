@@ -141,7 +141,8 @@ class DeviceOptions:
     tensor_parallel_size: int = option(
         1,
         "processes that share one worker's model, each with some of its heads and columns; results "
-        "are those of one process, bit for bit. Routed experts are divided whole. On CPUs so far",
+        "are those of one process, bit for bit. Routed experts are divided whole. On GPUs each has "
+        "one; not yet run on several GPUs",
         min=1,
     )
     compute_cores: str | None = option(
@@ -372,8 +373,12 @@ class EngineConfig(
         if self.tensor_parallel_size == 1:
             return
         wanted = f"tensor_parallel_size {self.tensor_parallel_size}"
-        if self.device == "cuda":
-            raise ConfigError(f"{wanted} works on CPUs so far; leave it out, or use device cpu")
+        for name in ("async_scheduling", "cuda_graphs"):
+            if self.device == "cuda" and getattr(self, name) == "on":
+                raise ConfigError(
+                    f"{wanted} cannot be combined with {name} on: the host sends the ranks each "
+                    "step; leave it at auto"
+                )
         for name in ("host_kv_gb", "expert_cache_gb"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{wanted} cannot be combined with {name}: leave one of them out")

@@ -104,6 +104,7 @@ def test_a_gpu_for_each_worker_where_the_cluster_has_one():
     assert resolved.worker == ReplicaResources(num_cpus=1, num_gpus=1)
     assert resolved.worker.actor_options() == {"num_cpus": 1, "num_gpus": 1}
     assert resolved.config.engine.threads is None
+    assert resolve(config_of(tensor_parallel_size=4), cluster).worker.num_gpus == 4
     assert resolve(config_of(threads=2), cluster).worker.env_vars == {"OMP_NUM_THREADS": "2"}
 
 

@@ -83,8 +83,8 @@ def build_parts(
         memory.arena.num_blocks * config.block_size,
     )
     executor = make_executor(config, model, memory, max_model_len)
-    if isinstance(model, ShardDecoder) and model.on_memory is not None:
-        model.on_memory(memory.arena.num_blocks, max_model_len)  # before the first pass
+    if isinstance(model, ShardDecoder) and model.on_memory is not None:  # before the first pass
+        model.on_memory(memory.arena.num_blocks, max_model_len, layout.block_bytes)
     most_rows = memory.tokens_that_fit(PROBE_ROWS)
     if config.kv_commit != "eager":
         rule = commit_rule or rule_of(
@@ -127,8 +127,6 @@ def make_executor(
 ) -> Executor:
     arena = memory.arena
     kv_layers = arena.kv_layers()
-    if isinstance(model, ShardDecoder):
-        model.publish_memory(arena.num_blocks * arena.layout.block_bytes)
     if config.kv_commit != "eager":
         scratch = scratch_views(config, arena.layout, memory.rest)
         kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]

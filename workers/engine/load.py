@@ -5,6 +5,7 @@ Apart from worker.py, whose other importers must not load torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,15 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.pooling import read_pooling
 from penstock.workers.models.shards.layers import ShardDecoder
-from penstock.workers.models.shards.rank import Rank
+from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.progress import PREPARING, Progress, Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.request import Delta
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.model_digest import verified_folder
+
+log = logging.getLogger("penstock.engine")
 
 
 def load_engine(
@@ -49,13 +52,15 @@ def load_engine(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.tensor_parallel_size > 1:
-        config = _with_shared_cores(config, device)
+        config = _for_group(config, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         folder = verified_folder(config, report)
-        leader = Leader(config, folder) if config.tensor_parallel_size > 1 else None
+        leader = None
+        if config.tensor_parallel_size > 1:
+            leader = Leader(config, folder, device, transport_of(device))
         try:
             with named_shortages(config.model, device):
                 model = load_configured(
@@ -107,20 +112,29 @@ def load_configured(
     )
 
 
-def _with_shared_cores(config: EngineConfig, device: str) -> EngineConfig:
-    """With the threads of one rank. Raises ConfigError where a group cannot run."""
-    if device != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} works on CPUs so far; leave it "
-            "out, or set device to cpu"
-        )
+def transport_of(device: str) -> str:
+    """What the ranks of a group are connected by (shards/rank.py)."""
+    return "nccl" if device == "cuda" else MEMORY
+
+
+def _for_group(config: EngineConfig, device: str) -> EngineConfig:
+    """As each rank needs it. Raises ConfigError where a group cannot run."""
+    num_ranks = config.tensor_parallel_size
+    wanted = f"tensor_parallel_size {num_ranks}"
+    if device == "cuda":
+        if (num_gpus := torch.cuda.device_count()) < num_ranks:
+            raise ConfigError(
+                f"{wanted} needs a GPU for each rank, and this worker has {num_gpus}: lower it"
+            )
+        log.warning("%s on GPUs has not yet been run on several: check its answers", wanted)
+        return replace(config, async_scheduling="off", cuda_graphs="off")
     if native.loaded() is None:
         raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} needs the native CPU library, "
-            "which could not be built: install g++, or leave it out"
+            f"{wanted} needs the native CPU library, which could not be built: install g++, or "
+            "leave it out"
         )
     threads = config.threads or torch.get_num_threads()
-    return replace(config, threads=max(1, threads // config.tensor_parallel_size))
+    return replace(config, threads=max(1, threads // num_ranks))
 
 
 def thread_for(

@@ -233,7 +233,7 @@ class _Builder:
             if head == table or config.tie_word_embeddings:
                 output = cut(output, self.shard.vocab)
             own = self._packed(output, None, self.plan.head)
-            exchange = self.rank.exchange_for(config)
+            exchange = self.rank.exchange_for(config, embedding.device)
             for layer in layers:
                 for part in (layer.attention, layer.mlp):
                     assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)

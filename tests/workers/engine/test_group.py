@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.config import EngineConfig
+from penstock.workers.engine import load
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.leader import EXIT_STATUS
@@ -108,6 +109,21 @@ def test_ids_of_one_process(name, weights):
 )
 def test_under_every_schedule(options):
     group, one = both(str(make_checkpoint("llama")), **options)
+    assert group == one
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "options"),
+    [
+        ("llama", 2, {}), ("llama-4-kv", 3, {"num_blocks": 26}), ("olmoe-4-kv", 3, {}),
+        ("qwen2_moe", 2, {"weights": "int8"}), ("llama", 2, {"weights": "bf16", "kv": "int8"}),
+        ("llama", 2, {"async_scheduling": "on", "max_num_batched_tokens": 8}),
+    ],
+)  # fmt: skip
+def test_by_collective_operations(name, num_ranks, options, monkeypatch):
+    """What GPUs use, by gloo, which copies as NCCL does."""
+    monkeypatch.setattr(load, "transport_of", lambda device: "gloo")
+    group, one = both(str(make_checkpoint(name)), num_ranks, {"logprobs": 2}, **options)
     assert group == one
 
 
@@ -238,7 +254,8 @@ def test_models_that_cannot_be_cut(model, ranks, message):
     ("values", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
-        ({"device": "cuda"}, "works on CPUs so far"),
+        ({"device": "cuda", "cuda_graphs": "on"}, "cannot be combined with cuda_graphs on"),
+        ({"device": "cuda", "async_scheduling": "on"}, "leave it at auto"),
         ({"host_kv_gb": 1.0}, "cannot be combined with host_kv_gb"),
         ({"expert_cache_gb": 1.0}, "cannot be combined with expert_cache_gb"),
     ],

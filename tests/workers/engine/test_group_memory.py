@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kernels.gather import gather as gather_in_memory
 from penstock.workers.engine.engine import Engine
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.shards import exchange
+from penstock.workers.models.shards import memory
 from penstock.workers.planning.group import Group
 from penstock.workers.planning.hardware import device_named
 from penstock.workers.planning.roofline import Roofline
@@ -52,8 +53,8 @@ def test_memory_and_calls_are_as_planned(model_type, tmp_path, monkeypatch):
     settings = EVEN if model_type == "llama" else EVEN_MOE
     folder = made(model_type, settings, tmp_path)
     config, group = ModelConfig.from_pretrained(folder), Group(2)
-    received = []
-    monkeypatch.setattr(exchange, "gather", counted(received))
+    received: list[int] = []
+    monkeypatch.setattr(memory, "gather", counted(received))
     engine = engine_of(str(folder), 2, weights="fp32", kv="auto")
     try:
         plan = Roofline(config, device_named("cpu"), "fp32", "fp32", block_size=4, group=group)
@@ -86,12 +87,10 @@ def counted(received: list[int]):
 
     def gather(own, shared, first, out, meeting):
         received.append((shared.numel() - own.numel()) * own.element_size())
-        exchange_gather(own, shared, first, out, meeting)
+        gather_in_memory(own, shared, first, out, meeting)
 
     return gather
 
-
-exchange_gather = exchange.gather
 
 LIMITED = """
 import resource, sys

@@ -1,7 +1,7 @@
 """One of the other ranks of a group: loads its part, then computes what the first rank says.
 
-`python -m penstock.workers.engine.group.follower RANK RANKS MEMORY_FD SOCKET_FD PARENT`, by
-leader.py. It ends with the first rank, also where it waits for it in shared memory.
+`python -m penstock.workers.engine.group.follower SOCKET_FD PARENT`, by leader.py. It ends with the
+first rank, also where it waits for it in shared memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from penstock.workers.config import EngineConfig
+from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.load import load_configured
@@ -27,8 +28,8 @@ from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.sizing import step_memory
 from penstock.workers.execution.executor import Executor
 from penstock.workers.memory.kv_format import kv_format
-from penstock.workers.models.shards.exchange import ExchangeSizes
 from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import Rank
 
 log = logging.getLogger("penstock.engine")
@@ -36,25 +37,30 @@ log = logging.getLogger("penstock.engine")
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def follow(peer: socket.socket, number: int, num_ranks: int, descriptor: int) -> None:
+def follow(peer: socket.socket) -> None:
     """Until the first rank ends the connection. Raises PeerGone then."""
     kind, contents = wire.receive(peer)
     if kind != wire.SETTINGS:
         raise wire.PeerGone(f"a message of kind {kind} before the settings")
     settings = json.loads(contents)
     config = EngineConfig(**settings["config"])
+    if config.cores is not None:  # those of all ranks, before this thread starts others
+        keep_to(config.cores)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    rank = Rank(number, num_ranks, descriptor, ExchangeSizes(**settings["sizes"]))
+    rank = Rank(**{**settings["rank"], "sizes": ExchangeSizes(**settings["rank"]["sizes"])})
+    device = settings["device"]
+    if device == "cuda":
+        torch.cuda.set_device(rank.number)
     try:
         folder = Path(settings["folder"])
-        with named_shortages(config.model, "cpu"):
-            model = load_configured(config, folder, "cpu", progress=False, rank=rank)
+        with named_shortages(config.model, device):
+            model = load_configured(config, folder, device, progress=False, rank=rank)
     except Exception as error:
         wire.send(peer, -1, str(error).encode())
         raise
     assert isinstance(model, ShardDecoder)
-    wire.send(peer, wire.READY)
+    wire.send_json(peer, wire.READY, model.weights.num_bytes)
     executor: Executor | None = None
     while True:
         kind, contents = wire.receive(peer)
@@ -64,12 +70,15 @@ def follow(peer: socket.socket, number: int, num_ranks: int, descriptor: int) ->
             model.own_logits(int.from_bytes(contents, "little"))
         elif kind == wire.MEMORY:
             executor = _executor(config, model, *json.loads(contents))
-            wire.send(peer, wire.READY)
+            arena = executor.memory.arena
+            wire.send_json(peer, wire.READY, arena.num_blocks * arena.layout.block_bytes)
+        elif kind == wire.CONNECT:
+            model.exchange.connect()
 
 
 @torch.inference_mode()
 def _compute(executor: Executor, contents: bytes) -> None:
-    token_ids, positions, inputs = wire.step_from(contents)
+    token_ids, positions, inputs = wire.step_from(contents, executor.model.device)
     with executor.memory.lease(len(token_ids)) as workspace:
         executor.hidden(token_ids, positions, inputs, workspace)
 
@@ -92,11 +101,11 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    number, num_ranks, descriptor, connection, parent = map(int, sys.argv[1:])
+    connection, parent = map(int, sys.argv[1:])
     _end_with(parent)
     peer = socket.socket(fileno=connection)
     with contextlib.suppress(wire.PeerGone):
-        follow(peer, number, num_ranks, descriptor)
+        follow(peer)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,17 @@ whole group.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,9 +25,9 @@ from penstock.workers.engine.group import wire
 from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import AttentionInputs
-from penstock.workers.models.shards.exchange import ExchangeSizes
 from penstock.workers.models.shards.layers import ShardDecoder
-from penstock.workers.models.shards.rank import Rank
+from penstock.workers.models.shards.memory import ExchangeSizes
+from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.models.shards.shard import Shard
 
 log = logging.getLogger("penstock.engine")
@@ -36,33 +39,37 @@ END_S = 5.0  # for the others to end
 class Leader:
     """The other ranks of this process's group. `close` ends them."""
 
-    def __init__(self, config: EngineConfig, folder: Path):
-        """Starts them; they load at the same time as this rank. Raises ConfigError."""
+    def __init__(self, config: EngineConfig, folder: Path, device: str, transport: str):
+        """Starts them; they load at the same time as this rank. `transport`: as of Rank. Raises
+        ConfigError."""
         model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
         Shard(model, 0, num_ranks)  # checks that the model can be cut so
-        sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_num_seqs, 4)
-        descriptor = os.memfd_create("penstock-group")
-        os.ftruncate(descriptor, sizes.bytes_of(model, num_ranks))
-        self.rank = Rank(0, num_ranks, descriptor, sizes)
+        sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_num_seqs)
+        self._files = tempfile.TemporaryDirectory(prefix="penstock-group-")
+        descriptor = -1
+        if transport == MEMORY:
+            descriptor = os.memfd_create("penstock-group")
+            os.ftruncate(descriptor, sizes.bytes_of(model, num_ranks))
+        store = str(Path(self._files.name) / "store")
+        self.rank = Rank(0, num_ranks, transport, sizes, descriptor, store)
         self._peers: list[socket.socket] = []
         self._processes: list[_Process] = []
-        settings = {"config": asdict(config), "folder": str(folder), "sizes": asdict(sizes)}
+        self._weight_bytes: list[int] = []  # of all ranks
+        self._model: ShardDecoder | None = None
+        settings = {"config": asdict(config), "folder": str(folder), "device": device}
         for number in range(1, num_ranks):
-            mine, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "penstock.workers.engine.group.follower"]
-            numbers = (number, num_ranks, descriptor, theirs.fileno(), os.getpid())
-            process = _Process([*command, *map(str, numbers)], (descriptor, theirs.fileno()))
-            theirs.close()
-            wire.send_json(mine, wire.SETTINGS, settings)
-            self._peers.append(mine)
-            self._processes.append(process)
+            self._start({**settings, "rank": asdict(replace(self.rank, number=number))})
 
     def lead(self, model: ShardDecoder) -> None:
         """Wait until the others have loaded, and tell them of what `model` computes from now on.
 
         Raises LoadError if one of them cannot load.
         """
-        self._await_ready()
+        self._weight_bytes = [model.weights.num_bytes, *self._await_ready()]
+        for peer in self._peers:
+            wire.send(peer, wire.CONNECT)
+        model.exchange.connect()
+        self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
@@ -75,27 +82,45 @@ class Leader:
             peer.close()  # a rank that waits for a message ends
         for process in self._processes:
             process.end()
-        os.close(self.rank.descriptor)
+        if self._model is not None:
+            self._model.exchange.close()
+        if self.rank.descriptor >= 0:
+            os.close(self.rank.descriptor)
+        self._files.cleanup()
+
+    def _start(self, settings: dict[str, Any]) -> None:
+        mine, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "penstock.workers.engine.group.follower"]
+        numbers = (theirs.fileno(), os.getpid())
+        inherited = [fd for fd in (theirs.fileno(), self.rank.descriptor) if fd >= 0]
+        self._processes.append(_Process([*command, *map(str, numbers)], tuple(inherited)))
+        theirs.close()
+        wire.send_json(mine, wire.SETTINGS, settings)
+        self._peers.append(mine)
 
     def _end_all(self) -> None:
         log.error("a step of this worker's group has failed half-way: the worker ends")
         os._exit(EXIT_STATUS)
 
-    def _memory(self, num_blocks: int, max_model_len: int) -> None:
+    def _memory(self, num_blocks: int, max_model_len: int, block_bytes: int) -> None:
         for peer in self._peers:
             wire.send_json(peer, wire.MEMORY, [num_blocks, max_model_len])
-        self._await_ready()
+        kv_bytes = [num_blocks * block_bytes, *self._await_ready()]
+        assert self._model is not None
+        self._model.memory_of = list(zip(self._weight_bytes, kv_bytes))
 
     def _step(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
         contents = wire.step_bytes(token_ids, positions, inputs)
         for peer in self._peers:
             wire.send(peer, wire.STEP, contents)
 
-    def _logits(self, hidden: Tensor) -> None:
+    def _logits(self, num_rows: int) -> None:
         for peer in self._peers:
-            wire.send(peer, wire.LOGITS, len(hidden).to_bytes(8, "little"))
+            wire.send(peer, wire.LOGITS, num_rows.to_bytes(8, "little"))
 
-    def _await_ready(self) -> None:
+    def _await_ready(self) -> list[int]:
+        """The number that each says with it."""
+        found = []
         for number, peer in enumerate(self._peers, 1):
             try:
                 kind, contents = wire.receive(peer)
@@ -105,6 +130,8 @@ class Leader:
                 ) from error
             if kind != wire.READY:
                 raise LoadError(f"rank {number} of the group: {contents.decode(errors='replace')}")
+            found.append(int(json.loads(contents)))
+        return found
 
 
 class _Process:

@@ -19,10 +19,11 @@ from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
-SETTINGS, READY, MEMORY, STEP, LOGITS = range(5)
+SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS = range(6)
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
 _STEP = struct.Struct("<9q")
 LARGEST = 1 << 30  # bytes of a message
+CPU = torch.device("cpu")
 
 
 class PeerGone(Exception):
@@ -50,7 +51,7 @@ def send_json(peer: socket.socket, kind: int, value: Any) -> None:
 
 
 def step_bytes(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> bytes:
-    """A step of one batch, whose arrays lie on the CPU."""
+    """A step of one batch; its arrays are copied from their device."""
     decode, prefill, rolling = inputs.decode, inputs.prefill, inputs.rolling
     head = _STEP.pack(
         len(token_ids),
@@ -63,17 +64,19 @@ def step_bytes(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) ->
         rolling is not None,
         0 if rolling is None else rolling.max_visible_len,
     )
-    return b"".join([head, *(each.contiguous().numpy().tobytes() for each in _arrays(
-        token_ids, positions, inputs
-    ))])  # fmt: skip
+    arrays = _arrays(token_ids, positions, inputs)
+    return b"".join([head, *(each.contiguous().cpu().numpy().tobytes() for each in arrays)])
 
 
-def step_from(contents: bytes) -> tuple[Tensor, Tensor, AttentionInputs]:
-    """The inverse of `step_bytes`. Raises InvariantError for a message of another length."""
+def step_from(
+    contents: bytes, device: torch.device = CPU
+) -> tuple[Tensor, Tensor, AttentionInputs]:
+    """The inverse of `step_bytes`, on `device`. Raises InvariantError for a message of another
+    length."""
     rows, num_decode, width, longest, chunks, chunk_width, largest, has_rolling, visible = (
         _STEP.unpack_from(contents)
     )
-    reader = _Reader(contents, _STEP.size)
+    reader = _Reader(contents, _STEP.size, device)
     ids, positions, slots = (reader.take(torch.int64, rows) for _ in range(3))
     decode = DecodeBatch(
         reader.take(torch.int32, num_decode, width), reader.take(torch.int32, num_decode), longest
@@ -112,8 +115,8 @@ def _arrays(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> li
 class _Reader:
     """Arrays one after another."""
 
-    def __init__(self, contents: bytes, at: int):
-        self._contents, self._at = contents, at
+    def __init__(self, contents: bytes, at: int, device: torch.device):
+        self._contents, self._at, self._device = contents, at, device
 
     def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
         count = int(np.prod(shape))
@@ -123,7 +126,7 @@ class _Reader:
             raise InvariantError("a step's message is too short")
         found = np.frombuffer(self._contents, kind, count, self._at).copy()
         self._at = end
-        return torch.from_numpy(found).view(shape)
+        return torch.from_numpy(found).view(shape).to(self._device)
 
     def end(self) -> None:
         if self._at != len(self._contents):

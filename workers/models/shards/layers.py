@@ -8,11 +8,11 @@ been gathered, by every rank alike, as one process does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.gather import ARRIVED, KV_BYTES, WAITED_NS, WEIGHT_BYTES
 from penstock.kernels.matmul import linear
 from penstock.kernels.moe import Expert, Visited
 from penstock.kernels.quant import Int8Rows
@@ -31,17 +31,17 @@ from penstock.workers.stats import RankStats
 
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
 OnStep = Callable[[Tensor, Tensor, AttentionInputs], None]
-OnLogits = Callable[[Tensor], None]
+OnLogits = Callable[[int], None]
+RankMemory = tuple[int, int]  # bytes of weights, and of K and V
 
 
 class ShardAttention(Attention):
     """The heads of one rank, and its columns of the output."""
 
-    shard: Shard
-    exchange: Exchange
-
     def join(self, shard: Shard, exchange: Exchange) -> None:
-        self.shard, self.exchange = shard, exchange
+        self.exchange = exchange
+        self.attended, self.hidden = shard.spans("attended"), shard.spans("hidden")
+        self.normed = self.attended, shard.spans("key_columns")
 
     def __call__(
         self,
@@ -54,21 +54,21 @@ class ShardAttention(Attention):
         attended = self.attend(
             x, workspace, inputs, kv, rolled,
             qkv=_columns(workspace.qkv, self.qkv.out_features),
-            attended=_columns(workspace.attended, self.shard.attended.size),
+            attended=_columns(workspace.attended, self.attended[self.exchange.rank].size),
         )  # fmt: skip
-        whole = self.exchange.gather(attended, self.shard.attended, workspace.attended)
+        whole = self.exchange.gather(attended, self.attended, workspace.attended)
         own = _columns(workspace.projected, self.o.out_features)
         linear(rows_for(self.o, whole, workspace), self.o, out=own)
-        return self.exchange.gather(own, self.shard.hidden, workspace.projected)
+        return self.exchange.gather(own, self.hidden, workspace.projected)
 
     def _normed(self, x: Tensor, which: int, weights: tuple[Tensor, Tensor]) -> Tensor:
         """Over the heads of all ranks, in other memory, or over each head, in place."""
         if not self.norm_over_all_heads:
             return super()._normed(x, which, weights)
-        span = (self.shard.attended, self.shard.key_columns)[which]
-        rows = x.view(x.shape[0], -1)
+        spans, rows = self.normed[which], x.view(x.shape[0], -1)
+        span = spans[self.exchange.rank]
         whole = self.exchange.heads(which, len(rows), span.whole, x.dtype)
-        self.exchange.gather(rows, span, whole)
+        self.exchange.gather(rows, spans, whole)
         rms_norm(whole, weights[which], self.eps, out=whole)
         return whole[:, span.first : span.end].unflatten(1, x.shape[1:])
 
@@ -76,26 +76,24 @@ class ShardAttention(Attention):
 class ShardMlp(Mlp):
     """Some inner columns of one rank, and its columns of the output."""
 
-    shard: Shard
-    exchange: Exchange
-
-    def join(self, shard: Shard, exchange: Exchange) -> None:
-        self.shard, self.exchange = shard, exchange
+    def join(self, shard: Shard, exchange: Exchange, inner: str = "inner") -> None:
+        """`inner`: the span of the shard that this MLP's inner columns are."""
+        self.exchange = exchange
+        self.inner, self.hidden = shard.spans(inner), shard.spans("hidden")
 
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
-        return self.run(x, self.shard.inner, workspace.gate_up, workspace.normed, workspace)
+        return self.run(x, workspace.gate_up, workspace.normed, workspace)
 
-    def run(
-        self, x: Tensor | Int8Rows, span: Span, memory: Tensor, out: Tensor, workspace: Workspace
-    ) -> Tensor:
-        """`x` [T, hidden] -> [T, hidden] in `out`. `span`: this rank's inner columns; `memory`
-        [T, twice the inner columns of all]: for them."""
+    def run(self, x: Tensor | Int8Rows, memory: Tensor, out: Tensor, ws: Workspace) -> Tensor:
+        """`x` [T, hidden] -> [T, hidden] in `out`. `memory` [T, twice the inner columns of all]:
+        for this rank's, and for their products."""
         both = linear(x, self.gate_up, out=_columns(memory, self.gate_up.out_features))
+        span = self.inner[self.exchange.rank]
         own = silu_mul(both, out=both[:, : span.size])
-        whole = self.exchange.gather(own, span, _columns(memory, span.whole))
+        whole = self.exchange.gather(own, self.inner, _columns(memory, span.whole))
         own = _columns(out, self.down.out_features)
-        linear(rows_for(self.down, whole, workspace), self.down, out=own)
-        return self.exchange.gather(own, self.shard.hidden, out)
+        linear(rows_for(self.down, whole, ws), self.down, out=own)
+        return self.exchange.gather(own, self.hidden, out)
 
 
 class ShardMoe(MoeMlp):
@@ -105,14 +103,12 @@ class ShardMoe(MoeMlp):
     of its routes, as in one process, once those of all ranks are there.
     """
 
-    shard: Shard
-    exchange: Exchange
-
     def join(self, shard: Shard, exchange: Exchange) -> None:
-        self.shard, self.exchange = shard, exchange
-        self.complete = self._gather
+        self.exchange, self.complete = exchange, self._gather
+        # The first expert of each rank, and the end of the last one's.
+        self.firsts = [*(span.first for span in shard.spans("experts")), shard.experts.whole]
         if isinstance(self.shared, ShardMlp):
-            self.shared.join(shard, exchange)
+            self.shared.join(shard, exchange, "shared_inner")
 
     @property
     def held(self) -> Sequence[Expert]:
@@ -121,11 +117,11 @@ class ShardMoe(MoeMlp):
 
     def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
         assert isinstance(shared, ShardMlp)
-        shared.run(x, self.shard.shared_inner, ws.inner, ws.shared, ws)
+        shared.run(x, ws.inner, ws.shared, ws)
 
     def _gather(self, outputs: Tensor, ends: list[int]) -> None:
-        own, bounds = self.shard.experts, [0, *ends]
-        self.exchange.gather_rows(outputs, bounds[own.first], bounds[own.end])
+        rows = [0, *ends]
+        self.exchange.gather_rows(outputs, [rows[first] for first in self.firsts])
 
 
 class HeldExperts:
@@ -161,10 +157,13 @@ class ShardDecoder(Decoder):
             shard.own_config, embedding, layers, final_norm, lm_head, generates=generates
         )
         self.shard, self.exchange = shard, exchange
+        self.vocab = shard.spans("vocab")
         self.plan = activation_plan(shard.config, self.dtype, self.num_scales)
+        self.memory_of: list[RankMemory] = []  # of all ranks, on the first one
         self.on_step: OnStep | None = None  # of the first rank, once there are others
         self.on_logits: OnLogits | None = None
-        self.on_memory: Callable[[int, int], None] | None = None  # of blocks, and tokens a sequence
+        # Of blocks, tokens of a sequence, and bytes of a block here.
+        self.on_memory: Callable[[int, int, int], None] | None = None
         self.on_broken: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
 
@@ -193,30 +192,20 @@ class ShardDecoder(Decoder):
     def sink_queries(self, ws: Workspace) -> Tensor:
         return _columns(ws.q_sink, self.shard.attended.size)
 
-    def publish_memory(self, kv_bytes: int) -> None:
-        """For the first rank, which says what each holds."""
-        self.exchange.publish(WEIGHT_BYTES, self.weights.num_bytes)
-        self.exchange.publish(KV_BYTES, kv_bytes)
-
     def ranks(self) -> tuple[RankStats, ...]:
-        return tuple(
-            RankStats(each[WEIGHT_BYTES], each[KV_BYTES], each[ARRIVED], each[WAITED_NS] / 1e9)
-            for each in self.exchange.published()
-        )
+        waits = self.exchange.waits()
+        return tuple(RankStats(*memory, *wait) for memory, wait in zip(self.memory_of, waits))
 
     @torch.inference_mode()
     def logits(
         self, hidden: Tensor, out: Tensor | None = None, narrow: Tensor | None = None
     ) -> Tensor:
-        rows, size = hidden.shape
         if self.on_logits is not None:
-            self.exchange.hidden_rows(rows, size, hidden.dtype).copy_(hidden)
-            self.on_logits(hidden)
-        span = self.shard.vocab
+            self.exchange.offer(hidden, partial(self.on_logits, len(hidden)))
         whole = out if self.dtype == torch.float32 else narrow
         if whole is None:
-            whole = hidden.new_empty(rows, span.whole)
-        self.exchange.gather_logits(linear(hidden, self.lm_head), span, whole)
+            whole = hidden.new_empty(len(hidden), self.shard.vocab.whole)
+        self.exchange.gather_logits(linear(hidden, self.lm_head), self.vocab, whole)
         if out is None:
             return whole.float()
         return whole if whole is out else out.copy_(whole)
@@ -228,8 +217,8 @@ class ShardDecoder(Decoder):
     @torch.inference_mode()
     def own_logits(self, num_rows: int) -> None:
         """This rank's part of the logits that the first rank wants."""
-        hidden = self.exchange.hidden_rows(num_rows, self.config.hidden_size, self.dtype)
-        self.exchange.gather_logits(linear(hidden, self.lm_head), self.shard.vocab, None)
+        hidden = self.exchange.offered(num_rows, self.config.hidden_size, self.dtype)
+        self.exchange.gather_logits(linear(hidden, self.lm_head), self.vocab, None)
 
 
 def _columns(memory: Tensor, columns: int) -> Tensor:

@@ -95,6 +95,10 @@ class Shard:
     def vocab(self) -> Span:
         return self._share(self.config.vocab_size, COLUMNS)
 
+    def spans(self, name: str) -> tuple[Span, ...]:
+        """One of these spans, as each rank has it."""
+        return tuple(getattr(replace(self, rank=rank), name) for rank in range(self.num_ranks))
+
     @property
     def own_config(self) -> ModelConfig:
         """Of a model that has this rank's heads only: for its KV cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only
 
-_ONE_GPU = "Penstock puts a whole model on one GPU; --num-workers N serves N copies of it"
+_NO_STAGES = "Penstock divides a model by --tensor-parallel-size alone; --num-workers N serves N copies of it"
 _RAY_PLACES = (
     "Ray places the workers on the machines of its cluster; start one with `ray start`, then "
     "`penstock serve MODEL --ray-address HOST:PORT --num-workers N` (docs/operations/cluster.md)"
@@ -17,8 +17,8 @@ _CORS = "--allowed-origins is enough: GET, HEAD, POST, DELETE and any header pas
 
 CLUSTER = (
     alias("-tp", setting="tensor_parallel_size"),
-    only("--pipeline-parallel-size", "-pp", values=("1",), sentence=_ONE_GPU),
-    only("--decode-context-parallel-size", "-dcp", values=("1",), sentence=_ONE_GPU),
+    only("--pipeline-parallel-size", "-pp", values=("1",), sentence=_NO_STAGES),
+    only("--decode-context-parallel-size", "-dcp", values=("1",), sentence=_NO_STAGES),
     alias("--data-parallel-size", "-dp", setting="num_workers"),
     only("--data-parallel-backend", values=("ray",), sentence="Ray always starts the workers"),
     only(
@@ -39,7 +39,7 @@ CLUSTER = (
         because="a group of --tensor-parallel-size always divides whole experts among its ranks",
     ),
     absent("--enable-eplb", "--enable-dbo", sentence=_NO_EXPERT_GROUPS),
-    nothing("--disable-custom-all-reduce", because="a model is on one GPU"),
+    nothing("--disable-custom-all-reduce", because="the ranks of a group copy rows and never add"),
     alias("--api-server-count", "-asc", setting="num_ingress"),
     absent("--additional-config", sentence="Penstock has no plugins for platforms; leave it out"),
 )
