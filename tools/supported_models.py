@@ -7,8 +7,9 @@ Architectures come from the code that loads them, sizes from the arithmetic of `
 from __future__ import annotations
 
 from penstock.workers.config import DEFAULT_KV_GROUP
+from penstock.workers.families.table import FAMILIES
 from penstock.workers.gguf.metadata import ARCHITECTURES as GGUF_ARCHITECTURES
-from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import device_named
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import Roofline
@@ -16,8 +17,8 @@ from penstock.workers.planning.shapes import SHAPES
 
 Rows = list[tuple[str, ...]]
 DENSE, EXPERTS = "dense", "mixture of experts"
-# Kind, and models that use it, of every key of MODEL_TYPES.
-FAMILIES = {
+# Kind, and models that use it, of every architecture that loads.
+LOADED = {
     "LlamaForCausalLM": (DENSE, "Llama 2, 3, 3.1, 3.2 and 3.3, SmolLM2, R1-Distill-Llama"),
     "MistralForCausalLM": (DENSE, "Mistral 7B, Mistral Nemo"),
     "Qwen2ForCausalLM": (DENSE, "Qwen2, Qwen2.5, R1-Distill-Qwen"),
@@ -62,8 +63,8 @@ def architectures() -> Rows:
     for name in ("MistralForCausalLM", "MixtralForCausalLM"):  # files call them llama
         in_gguf.setdefault(name, in_gguf["LlamaForCausalLM"])
     rows: Rows = []
-    for architecture in MODEL_TYPES:
-        kind, models = FAMILIES[architecture]
+    for architecture in FAMILIES:
+        kind, models = LOADED[architecture]
         gguf = f"`{in_gguf[architecture]}`" if architecture in in_gguf else "no"
         rows.append((f"`{architecture}`", kind, gguf, models))
     return rows

@@ -1,5 +1,5 @@
 """The model's shape from a checkpoint's config.json or a GGUF file's metadata, as one frozen
-dataclass for all families.
+dataclass for all families, which families/ reads.
 
 Only this module and text/ import transformers.
 """
@@ -12,22 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.families.family import Family
+from penstock.workers.families.reading import fields_of
+from penstock.workers.families.table import FAMILIES, family_of
 from penstock.workers.gguf.config import stated_by, stored_scheme
 from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.quantization import StoredScheme, read_scheme
-from penstock.workers.rope_config import RopeConfig, rope_config
+from penstock.workers.rope_config import RopeConfig
 from penstock.workers.stated_config import stated_in_full
 
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "OlmoeForCausalLM": "olmoe",
-}
 MAX_JSON_BYTES = 16 * 2**20  # the largest real config.json is some KiB
 
 
@@ -35,7 +28,7 @@ MAX_JSON_BYTES = 16 * 2**20  # the largest real config.json is some KiB
 class ModelConfig:
     """The shape and the switches of one decoder-only model. Sizes count elements, not bytes."""
 
-    architecture: str  # a key of MODEL_TYPES
+    architecture: str  # a key of families.table.FAMILIES
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -107,14 +100,14 @@ class ModelConfig:
         if (gguf := find_gguf(folder)) is not None:
             return _from_gguf(gguf)
         stated = read_json(folder / "config.json")
-        architecture = _architecture(stated)
+        family = family_of(stated)
         scheme = _scheme(folder, stated)
         hf: Any = stated_in_full(stated) or _of_transformers(folder)
         generation: dict[str, Any] = {}
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
         try:
-            return replace(_from_transformers(architecture, hf, generation), stored_scheme=scheme)
+            return replace(_read(family, hf, generation), stored_scheme=scheme)
         except ConfigError:
             raise
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -124,8 +117,12 @@ class ModelConfig:
 def _from_gguf(file: Path) -> ModelConfig:
     header = read_header(file)
     architecture, stated = stated_by(header)
-    config = _from_transformers(architecture, stated, {})
+    config = _read(FAMILIES[architecture], stated, {})
     return replace(config, stored_scheme=stored_scheme(header))
+
+
+def _read(family: Family, hf: Any, generation: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(**fields_of(family, hf, generation))
 
 
 def _of_transformers(folder: Path) -> Any:
@@ -148,7 +145,7 @@ def read_limits(path: str | Path) -> tuple[int, int]:
         config = _from_gguf(gguf)
         return config.vocab_size, config.max_position_embeddings
     stated = read_json(Path(path) / "config.json")
-    _architecture(stated)
+    family_of(stated)
     _scheme(Path(path), stated)
     limits = stated.get("vocab_size"), stated.get("max_position_embeddings")
     if all(isinstance(limit, int) and limit > 0 for limit in limits):
@@ -210,120 +207,3 @@ def _scheme(folder: Path, stated: dict[str, Any]) -> StoredScheme | None:
         return read_scheme(stated)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from error
-
-
-def _architecture(stated: dict[str, Any]) -> str:
-    """The architecture that config.json names. Raises ConfigError if it is not supported."""
-    model_type = stated.get("model_type")
-    names = stated.get("architectures") or [
-        name for name, known in MODEL_TYPES.items() if known == model_type
-    ]
-    name = names[0] if isinstance(names, list) and names else model_type
-    whole = f"{str(name).removesuffix('Model')}ForCausalLM"
-    if whole in MODEL_TYPES:  # it was saved without its LM head
-        name = whole
-    if name not in MODEL_TYPES:
-        raise ConfigError(
-            f"architecture {name!r} is not supported; supported are {', '.join(MODEL_TYPES)}"
-        )
-    if model_type != MODEL_TYPES[name]:
-        raise ConfigError(
-            f"config.json names architecture {name} but model_type {model_type!r}; "
-            f"{MODEL_TYPES[name]!r} was expected"
-        )
-    return str(name)
-
-
-def _from_transformers(architecture: str, hf: Any, generation: dict[str, Any]) -> ModelConfig:
-    model_type = MODEL_TYPES[architecture]
-    if hf.hidden_act not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {hf.hidden_act!r} is not supported; supported is 'silu'")
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    attention_bias = bool(getattr(hf, "attention_bias", False))
-    qkv_bias = {"qwen2": True, "qwen2_moe": bool(getattr(hf, "qkv_bias", True))}
-    is_moe = model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-    return ModelConfig(
-        architecture=architecture,
-        model_type=model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
-        head_dim=head_dim,
-        intermediate_size=hf.intermediate_size,
-        rms_norm_eps=float(hf.rms_norm_eps),
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
-        max_position_embeddings=hf.max_position_embeddings,
-        rope=rope_config(hf, head_dim),
-        sliding_window=_windows(model_type, hf),
-        # Mistral and Mixtral have no biases at all, Qwen2 none outside q, k and v.
-        qkv_bias=qkv_bias.get(model_type, attention_bias and model_type in _ATTENTION_BIAS),
-        o_bias=attention_bias and model_type in _ATTENTION_BIAS,
-        mlp_bias=model_type == "llama" and bool(getattr(hf, "mlp_bias", False)),
-        qk_norm={"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
-        clip_qkv=hf.clip_qkv if model_type == "olmoe" else None,
-        num_experts=hf.num_experts if is_moe else 0,
-        num_experts_per_token=hf.num_experts_per_tok if is_moe else 0,
-        # Mixtral and OLMoE have one size only, whatever else config.json holds.
-        moe_intermediate_size=(
-            hf.moe_intermediate_size
-            if model_type in ("qwen2_moe", "qwen3_moe")
-            else hf.intermediate_size * is_moe
-        ),
-        norm_topk_prob=is_moe and (model_type == "mixtral" or bool(hf.norm_topk_prob)),
-        shared_expert_intermediate_size=(
-            hf.shared_expert_intermediate_size if model_type == "qwen2_moe" else 0
-        ),
-        moe_layers=_moe_layers(hf) if is_moe else (False,) * hf.num_hidden_layers,
-        eos_token_ids=_eos_token_ids(hf, generation),
-        bos_token_id=hf.bos_token_id,
-        dtype=_dtype(hf),
-    )
-
-
-_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmoe")
-
-
-def _windows(model_type: str, hf: Any) -> tuple[int | None, ...]:
-    window = getattr(hf, "sliding_window", None) or None  # Qwen2-MoE writes 0 for none
-    layer_types = getattr(hf, "layer_types", None)
-    if model_type in ("llama", "olmoe"):  # these never slide, whatever else config.json holds
-        window = None
-    elif layer_types is not None and model_type not in ("mixtral", "qwen3_moe"):
-        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-        if unknown or len(layer_types) != hf.num_hidden_layers:
-            raise ConfigError(
-                "layer_types must name full_attention or sliding_attention for each layer; "
-                f"got {layer_types}"
-            )
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-    return (window,) * hf.num_hidden_layers
-
-
-def _moe_layers(hf: Any) -> tuple[bool, ...]:
-    step = getattr(hf, "decoder_sparse_step", 1)
-    dense = getattr(hf, "mlp_only_layers", None) or ()
-    return tuple(
-        layer not in dense and hf.num_experts > 0 and (layer + 1) % step == 0
-        for layer in range(hf.num_hidden_layers)
-    )
-
-
-def _eos_token_ids(hf: Any, generation: dict[str, Any]) -> tuple[int, ...]:
-    """The union of both files, without ids outside the vocabulary, which some files contain."""
-    found: set[int] = set()
-    for value in (hf.eos_token_id, generation.get("eos_token_id")):
-        ids = value if isinstance(value, list) else [value]
-        found.update(i for i in ids if isinstance(i, int) and 0 <= i < hf.vocab_size)
-    return tuple(sorted(found))
-
-
-def _dtype(hf: Any) -> str:
-    if hf.dtype is None:
-        return "auto"
-    name = str(hf.dtype).removeprefix("torch.")
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    if name not in names:
-        raise ConfigError(f"dtype {name!r} is not supported; supported are {', '.join(names)}")
-    return names[name]

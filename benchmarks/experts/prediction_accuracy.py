@@ -134,7 +134,7 @@ def _count_neurons(model: Decoder, before: Tensor, now: Routed, counts: list[int
     of the layer before, would have kept."""
     routed = model.routed
     assert routed is not None and routed.selector is not None
-    norm = model.layers[now.layer].post_attention_norm
+    norm = model.layers[now.layer].mlp_norm
     foreseen = rms_norm(before, norm, model.config.rms_norm_eps)
     for expert in now.ids.unique().tolist():
         tokens = (now.ids == expert).any(1)

@@ -8,7 +8,8 @@ import json
 import pytest
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from penstock.workers.families.table import FAMILIES
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.shapes import SHAPES
 from tests.workers.gguf_files import smollm2
 from tools import supported_models
@@ -16,7 +17,7 @@ from tools import supported_models
 
 def test_every_architecture_that_loads_has_a_row():
     rows = {row[0].strip("`"): row for row in supported_models.architectures()}
-    assert list(rows) == list(MODEL_TYPES) == list(supported_models.FAMILIES)
+    assert list(rows) == list(FAMILIES) == list(supported_models.LOADED)
     assert rows["LlamaForCausalLM"][2] == "`llama`"
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from penstock.workers.families.table import FAMILIES
+from penstock.workers.model_config import ModelConfig
 from tests.workers.checkpoints import make_checkpoint
 
 LLAMA = {
@@ -31,9 +32,9 @@ def config_of(folder: Path, **changes) -> ModelConfig:
     return ModelConfig.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("architecture", MODEL_TYPES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_is_recognised_by_its_config_alone(architecture: str):
-    name = MODEL_TYPES[architecture]
+    name = FAMILIES[architecture].model_type
     config = ModelConfig.from_pretrained(make_checkpoint(name))
     assert (config.architecture, config.model_type) == (architecture, name)
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
@@ -66,7 +67,7 @@ def test_an_unsupported_architecture_is_refused_by_name_with_the_supported_ones(
     changes = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
     with pytest.raises(ConfigError, match="'GPTNeoXForCausalLM' is not supported") as raised:
         config_of(tmp_path, **changes)
-    for architecture in MODEL_TYPES:
+    for architecture in FAMILIES:
         assert architecture in str(raised.value)
     with pytest.raises(ConfigError, match="'LlamaForSequenceClassification' is not supported"):
         config_of(tmp_path, architectures=["LlamaForSequenceClassification"])

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.workers import model_config
 from penstock.workers.errors import ConfigError
-from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from penstock.workers.families.table import FAMILIES
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.stated_config import stated_in_full
 from penstock.workers.weights.hub import resolve_model
 from tests.workers.checkpoints import make_checkpoint
@@ -72,7 +73,7 @@ def test_any_change_is_read_as_by_transformers_or_refused_by_both(
     assert read(folder) == by_transformers(folder), stated
 
 
-@pytest.mark.parametrize("name", MODEL_TYPES.values())
+@pytest.mark.parametrize("name", [each.model_type for each in FAMILIES.values()])
 def test_checkpoints_that_transformers_has_saved(name: str) -> None:
     folder = Path(make_checkpoint(name))
     assert read(folder) == by_transformers(folder) != ConfigError

@@ -20,6 +20,7 @@ from penstock.workers.calibration.gptq import Inputs, moments
 from penstock.workers.calibration.streams import Rows, Stream
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.calibration.windows import WindowRunner
+from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 
 # An expert that fewer tokens of the text went through is rounded without them.
@@ -62,6 +63,7 @@ class LayerCalibrator:
         self, config: ModelConfig, rounder: Rounds, runner: WindowRunner, states: Sequence[Tensor]
     ):
         self.config = config
+        self._names = FAMILIES[config.architecture].names
         self.rounder = rounder
         self.tensors = rounder.tensors
         self.experts = ExpertCounts()
@@ -75,10 +77,10 @@ class LayerCalibrator:
     def layer(self, index: int) -> None:
         """Round layer `index`, and bring the text behind it."""
         name = f"model.layers.{index}"
-        self._attention(index, f"{name}.self_attn", f"{name}.input_layernorm.weight")
-        norm = f"{name}.post_attention_layernorm.weight"
+        self._attention(index, f"{name}.self_attn", f"{name}.{self._names.attention_norm}.weight")
+        norm = f"{name}.{self._names.mlp_norm}.weight"
         if self.config.moe_layers[index]:
-            self._experts(index, f"{name}.mlp", norm)
+            self._experts(index, norm)
         else:
             modules = [f"{name}.mlp.{part}_proj" for part in ("gate", "up", "down")]
             x = self._normed(norm)
@@ -117,24 +119,20 @@ class LayerCalibrator:
         self._round([down], [each.__getitem__ for each in inner], count)
         return inner
 
-    def _experts(self, index: int, name: str, norm: str) -> None:
+    def _experts(self, index: int, norm: str) -> None:
         """The norm makes the router's inputs too, which stays as it is: no channel scales.
 
         An expert is rounded for the tokens that the rounded model sends it."""
-        if f"model.layers.{index}.block_sparse_moe.gate.weight" in self.tensors:
-            name = f"model.layers.{index}.block_sparse_moe"
+        name = self._names.moe_block(index, self.tensors.__contains__)
         x = [[rows(i) for i in range(self._num_windows)] for rows in self._normed(norm)]
         mlp = self._streams[0].moe(index)
         ids = [mlp.choose(each)[1] for each in x[0]]
         has_shared = mlp.shared is not None
         del mlp
-        parts = ("w1", "w3", "w2")
-        if f"{name}.experts.0.w1.weight" not in self.tensors:
-            parts = ("gate_proj", "up_proj", "down_proj")
         for expert in range(self.config.num_experts):
             chosen = [(i == expert).any(1) for i in ids]
             rows = [torch.cat([y[c] for y, c in zip(each, chosen, strict=True)]) for each in x]
-            modules = [f"{name}.experts.{expert}.{part}" for part in parts]
+            modules = [f"{name}.experts.{expert}.{part}" for part in self._names.expert]
             self.experts.total += 1
             if len(rows[0]) < MIN_EXPERT_TOKENS:
                 self.experts.without_text += 1

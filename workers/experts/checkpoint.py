@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.kernels.expert_rows import neuron_rows
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.expert_file import checkpoint_identity
+from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
     INT4,
@@ -81,8 +82,7 @@ class CheckpointExperts:
     def modules(self, layer: int, expert: int) -> dict[str, tuple[int, int]]:
         """Names and shapes of gate, up and down, in that order, where each is a module."""
         hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
-        mixtral = self.config.model_type == "mixtral"
-        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        names = FAMILIES[self.config.architecture].names.expert
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         name = self._prefix(layer)
         return {f"{name}.{expert}.{part}": shape for part, shape in zip(names, shapes)}
@@ -131,10 +131,8 @@ class CheckpointExperts:
         return hashed.hexdigest()
 
     def _prefix(self, layer: int) -> str:
-        name = f"model.layers.{layer}.block_sparse_moe"
-        if f"{name}.gate.weight" not in self.tensors:
-            name = f"model.layers.{layer}.mlp"
-        return f"{name}.experts"
+        names = FAMILIES[self.config.architecture].names
+        return f"{names.moe_block(layer, self.tensors.__contains__)}.experts"
 
     def _find(self, name: str, *shape: int) -> StoredTensor:
         return find_tensor(self.tensors, self.folder, name, shape)

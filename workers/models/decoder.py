@@ -57,7 +57,7 @@ class Decoder:
         self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
         # Each layer's MLP output is added and normalised with the next layer's norm, which writes
         # int8 rows at once, in its form, if that layer takes them.
-        self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
+        self._next_norms = [layer.attention_norm for layer in layers[1:]] + [final_norm]
         parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
         self._row_forms = [part.row_form for part in parts]
 
@@ -119,14 +119,14 @@ class Decoder:
             rolled = inputs.rolling.split(q_sink, inputs.num_decode)
         x: Tensor | Int8Rows
         if rows[0] is not None:
-            x = rms_norm_int8(hidden, first.input_norm, eps, out=rows[0])
+            x = rms_norm_int8(hidden, first.attention_norm, eps, out=rows[0])
         else:
-            x = rms_norm(hidden, first.input_norm, eps, out=ws.normed)
+            x = rms_norm(hidden, first.attention_norm, eps, out=ws.normed)
         for layer, next_norm, mlp_rows, next_rows, cache in zip(
             self.layers, self._next_norms, rows[1::2], rows[2::2], kv_layers, strict=True
         ):
             y = layer.attention(x, ws, inputs, cache, rolled)
-            x = self._add_norm(y, layer.post_attention_norm, ws, mlp_rows)
+            x = self._add_norm(y, layer.mlp_norm, ws, mlp_rows)
             y = layer.mlp(x, ws)
             x = self._add_norm(y, next_norm, ws, next_rows)
         return ws.normed

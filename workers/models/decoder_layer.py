@@ -14,7 +14,7 @@ from penstock.workers.models.moe import MoeMlp
 class DecoderLayer:
     """One layer; the norm weights are [hidden]."""
 
-    input_norm: Tensor
+    attention_norm: Tensor
     attention: Attention
-    post_attention_norm: Tensor
+    mlp_norm: Tensor
     mlp: Mlp | MoeMlp

@@ -16,6 +16,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings, build_experts
 from penstock.workers.experts.lookahead import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
+from penstock.workers.families.table import FAMILIES
 from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
@@ -198,6 +199,7 @@ class _Builder:
         self.shard = None if rank is None else Shard(config, rank.number, rank.num_ranks)
         self.routed = routed
         self.config = config
+        self.names = FAMILIES[config.architecture].names
         self.source = source
         self.plan = plan
         self.dtype = DTYPES[config.dtype]
@@ -223,7 +225,7 @@ class _Builder:
         if self.routed is not None:
             self.routed.look_ahead_by(
                 [
-                    RoutedLayer(index, layer.post_attention_norm, layer.mlp.choose)
+                    RoutedLayer(index, layer.mlp_norm, layer.mlp.choose)
                     for index, layer in enumerate(layers)
                     if isinstance(layer.mlp, MoeMlp)
                 ]
@@ -247,13 +249,15 @@ class _Builder:
         )
 
     def _layer(self, index: int) -> DecoderLayer:
-        name, hidden = f"model.layers.{index}", self.config.hidden_size
         return DecoderLayer(
-            input_norm=self.source.take(f"{name}.input_layernorm.weight", hidden),
+            attention_norm=self._norm(index, self.names.attention_norm),
             attention=self.attention(index),
-            post_attention_norm=self.source.take(f"{name}.post_attention_layernorm.weight", hidden),
+            mlp_norm=self._norm(index, self.names.mlp_norm),
             mlp=self.mlp(index),
         )
+
+    def _norm(self, index: int, name: str) -> Tensor:
+        return self.source.take(f"model.layers.{index}.{name}.weight", self.config.hidden_size)
 
     def mlp(self, index: int) -> Mlp | MoeMlp:
         if self.config.moe_layers[index]:
@@ -290,10 +294,8 @@ class _Builder:
         )
 
     def _moe(self, index: int) -> MoeMlp:
-        config, layer = self.config, f"model.layers.{index}"
-        name = f"{layer}.mlp"
-        if f"{layer}.block_sparse_moe.gate.weight" in self.source:  # Mixtral, as published
-            name = f"{layer}.block_sparse_moe"
+        config = self.config
+        name = self.names.moe_block(index, self.source.__contains__)
         router, shared = {f"{name}.gate": config.num_experts}, None
         if config.shared_expert_intermediate_size:
             router[f"{name}.shared_expert_gate"] = 1
@@ -320,8 +322,7 @@ class _Builder:
                 (self._packed(gate_up, None, format), self._packed(down, None, format))
                 for gate_up, down in zip(gate_ups, downs)
             ]
-        mixtral = config.model_type == "mixtral"
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = self.names.expert
         return [
             (
                 self._fused({f"{name}.{e}.{gate}": inner, f"{name}.{e}.{up}": inner},

@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.model_config import MODEL_TYPES, ModelConfig
+from penstock.workers.families.table import FAMILIES
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.rope_config import RopeConfig
 
 
@@ -26,7 +27,7 @@ def _shape(
 ) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
-        model_type=MODEL_TYPES[architecture],
+        model_type=FAMILIES[architecture].model_type,
         vocab_size=vocab,
         hidden_size=hidden,
         num_layers=layers,

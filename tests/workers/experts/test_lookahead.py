@@ -66,7 +66,7 @@ def test_accuracy_is_that_of_the_whole_rule(steps):
         right = repeated = 0
         for token, layers in enumerate(by_token):
             state = layers[layer - 1][1][0]
-            norm = model.layers[layer].post_attention_norm
+            norm = model.layers[layer].mlp_norm
             normed = state * (state.pow(2).mean() + model.config.rms_norm_eps).rsqrt() * norm
             weights, ids = mlps[layer].choose(normed[None])
             actual = set(layers[layer][2][0].tolist())

@@ -1,0 +1,45 @@
+"""One family of models: its names, how its configuration is read, and where its tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Fields = dict[str, Any]  # of ModelConfig, by name
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names of a layer's tensors in published checkpoints, behind `model.layers.N.`.
+
+    Those that are not here are the same in all families: self_attn.{q,k,v,o}_proj, q_norm, k_norm,
+    mlp.{gate,up,down}_proj; and outside the layers model.embed_tokens, model.norm, lm_head.
+    """
+
+    attention_norm: str = "input_layernorm"  # of the attention's input
+    mlp_norm: str = "post_attention_layernorm"  # of the MLP's input
+    moe: str = "mlp"  # the block of a layer with routed experts: {moe}.gate, {moe}.experts.N
+    older_moe: str | None = None  # where else that block may lie
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
+
+    def moe_block(self, layer: int, has: Callable[[str], bool]) -> str:
+        """The name of the routed block of `layer`. `has`: whether a tensor of a name is stored."""
+        name = f"model.layers.{layer}"
+        if self.older_moe is not None and has(f"{name}.{self.older_moe}.gate.weight"):
+            return f"{name}.{self.older_moe}"
+        return f"{name}.{self.moe}"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture that loads.
+
+    `read`: from the attributes of transformers' configuration, the fields of ModelConfig that
+    differ from those of reading.py. It raises ConfigError for what the decoder does not have.
+    """
+
+    architecture: str  # as config.json names it
+    model_type: str
+    read: Callable[[Any], Fields]
+    names: TensorNames = TensorNames()
