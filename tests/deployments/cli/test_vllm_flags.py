@@ -73,7 +73,7 @@ LINES: dict[str, dict[str, object]] = {
     "--http-port 10 --port 9": {"http_port": 9},
 }
 REFUSED = {
-    "--pipeline-parallel-size 2": "one GPU",
+    "--pipeline-parallel-size 2": "--tensor-parallel-size alone",
     "--gpu-memory-utilization 0.9": "--kv-cache-gb X",
     "--trust-remote-code": "runs no code from a checkpoint",
     '--speculative-config {"method":"ngram"}': "no speculative decoding",

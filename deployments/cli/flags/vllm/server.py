@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only
 
-_NO_STAGES = "Penstock divides a model by --tensor-parallel-size alone; --num-workers N serves N copies of it"
+_NO_STAGES = (
+    "Penstock divides a model by --tensor-parallel-size alone; --num-workers N serves N copies "
+    "of it"
+)
 _RAY_PLACES = (
     "Ray places the workers on the machines of its cluster; start one with `ray start`, then "
     "`penstock serve MODEL --ray-address HOST:PORT --num-workers N` (docs/operations/cluster.md)"
