@@ -106,6 +106,7 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
             WorkerReplica,
             name=each.config.worker_deployment,
             ray_actor_options=each.worker.actor_options(),
+            **each.worker.bundles(each.config.engine.nodes_per_worker),
             max_surge_percent=each.config.surge_percent,
             **worker_scale(each.config, cluster),
             **supervision,

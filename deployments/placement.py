@@ -81,6 +81,16 @@ class ReplicaResources:
     env_vars: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)  # custom ones
 
+    def bundles(self, num_nodes: int) -> dict[str, Any]:
+        """Serve's options for a replica that has these resources on each of several nodes."""
+        if num_nodes == 1:
+            return {}
+        bundle = {"CPU": self.num_cpus, **({"GPU": self.num_gpus} if self.num_gpus else {})}
+        return {
+            "placement_group_bundles": [dict(bundle) for _ in range(num_nodes)],
+            "placement_group_strategy": "STRICT_SPREAD",
+        }
+
     def actor_options(self, env_vars: Mapping[str, str] | None = None) -> dict[str, Any]:
         """As Serve's `ray_actor_options`. `env_vars`: for Ray to set when it starts the process."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus}
@@ -115,7 +125,7 @@ def resolve(
     engine, on_gpu = config.engine, uses_gpus(config, cluster)
     num_cpus, threads, env_vars = 1.0, engine.threads, {}
     if not on_gpu:
-        num_workers = num_workers or config.max_workers
+        num_workers = (num_workers or config.max_workers) * engine.nodes_per_worker
         num_cpus = config.cpus_per_worker or _cpus_per_worker(num_workers, cluster)
         cores = engine.cores
         # Ray would set as many threads as it reserved CPUs; the number may be another one.
@@ -133,7 +143,9 @@ def resolve(
             gate_answer_ms=config.gate_answer_ms or answer_ms,
         ),
         ReplicaResources(
-            num_cpus, num_gpus=engine.tensor_parallel_size if on_gpu else 0, env_vars=env_vars
+            num_cpus,
+            num_gpus=engine.tensor_parallel_size // engine.nodes_per_worker if on_gpu else 0,
+            env_vars=env_vars,
         ),
         _ingress(cluster),
     )

@@ -68,6 +68,11 @@ def _check_one_model(config: ServeConfig) -> None:
     if not is_hub_id(config.engine.model):
         check_formats(config.engine, resolve_model(config.engine.model))
     check_cores(config)
+    if config.engine.nodes_per_worker > 1 and config.ray_address is None:
+        raise ConfigError(
+            f"nodes_per_worker {config.engine.nodes_per_worker} needs a Ray cluster of several "
+            "machines: name it with --ray-address, or leave nodes_per_worker out"
+        )
 
 
 def check_formats(engine: EngineConfig, folder: Path) -> None:

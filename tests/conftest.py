@@ -56,6 +56,7 @@ RAY_FILES = {
         "test_ray_data.py",
         "supervision/test_drain_without_registry.py",
         "several_nodes/test_drain.py",
+        "several_nodes/test_group.py",
         "several_nodes/test_nodes.py",
         "several_nodes/test_weights_update.py",
         "test_nodes_ingress.py",

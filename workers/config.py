@@ -145,6 +145,12 @@ class DeviceOptions:
         "one; not yet run on several GPUs",
         min=1,
     )
+    nodes_per_worker: int = option(
+        1,
+        "machines of the Ray cluster that have an equal share of a worker's ranks each; their "
+        "network must be private and fast, since all rows travel over it four times a layer",
+        min=1,
+    )
     compute_cores: str | None = option(
         None,
         "cores reserved for the workers' compute threads, in taskset's syntax: 1, or 2-7,9; all "
@@ -370,6 +376,11 @@ class EngineConfig(
             raise ConfigError(f"compute_cores: {error}") from None
 
     def _check_group(self) -> None:
+        if self.tensor_parallel_size % self.nodes_per_worker:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} cannot be shared equally by "
+                f"nodes_per_worker {self.nodes_per_worker} machines: set it to a multiple"
+            )
         if self.tensor_parallel_size == 1:
             return
         wanted = f"tensor_parallel_size {self.tensor_parallel_size}"

@@ -21,6 +21,7 @@ from penstock.workers.stats import WorkerInfo
 from penstock.workers.weights.model_digest import model_digest, verified_folder
 
 if TYPE_CHECKING:
+    from penstock.workers.engine.group.far import FarRanks
     from penstock.workers.engine.thread import EngineThread
     from penstock.workers.experts.routed import RoutedExperts
 
@@ -60,18 +61,20 @@ class Worker:
         remote_experts: RowSource | None = None,
         tls: TlsSource | None = None,
         report: Report | None = None,
+        far: FarRanks | None = None,
     ) -> Worker:
         """Load the model and open a port on `host`. Raises LoadError, ConfigError, RuntimeError.
 
         `announce`: as for ChannelServer. `experts`: manifest of the node's expert store; None: an
         expert cache, if there is one, has its own file. `remote_experts`: reads the experts of a
         store on another node. `tls`: as for ChannelServer. `report`: told of download and loading.
+        `far`: other machines with ranks of its group.
         """
         from penstock.workers.engine.load import load_engine, thread_for  # this loads torch
 
         digest = model_digest(verified_folder(config, report))
         log.info("model %s: digest %s", config.model, digest)
-        engine = load_engine(config, experts, remote_experts, report)
+        engine = load_engine(config, experts, remote_experts, report, far)
         model = engine.model
         channel = ChannelServer(
             host,

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -29,12 +30,16 @@ from penstock.deployments.supervision.replicas import (
     start_failure,
 )
 from penstock.deployments.supervision.view import short_node
+from penstock.deployments.worker.far_ranks import far_ranks
 from penstock.deployments.worker.start_reports import StartReports
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.experts.expert_file import copies_for
 from penstock.workers.quantization import int4_options
 from penstock.workers.stats import EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from penstock.workers.engine.group.far import FarRanks
 
 log = logging.getLogger("penstock.worker")
 
@@ -56,13 +61,14 @@ class WorkerReplica:
         self._registry = RegistryClient(config.app_name)
         self._store: StoreHeartbeat | None = None
         self._node = short_node(ray.get_runtime_context().get_node_id())
-        await asyncio.to_thread(self._load, config, host)
+        await asyncio.to_thread(self._load, config, host, env_vars)
 
-    def _load(self, config: ServeConfig, host: str | None) -> None:
+    def _load(self, config: ServeConfig, host: str | None, env_vars: Mapping[str, str]) -> None:
         """Make the worker; report to the registry how that goes on, and why it fails."""
         starting = StartReports(self._registry, self._node)
         try:
-            self._make(config, host, starting)
+            own_host = host or ray.util.get_node_ip_address()
+            self._make(config, own_host, starting, far_ranks(config, own_host, env_vars))
         except Exception as error:
             who = f"a worker of {config.model_name}" if config.key else "a worker"
             message = start_failure(who, error)
@@ -71,7 +77,9 @@ class WorkerReplica:
         finally:
             starting.close()
 
-    def _make(self, config: ServeConfig, host: str | None, starting: StartReports) -> None:
+    def _make(
+        self, config: ServeConfig, host: str, starting: StartReports, machines: FarRanks | None
+    ) -> None:
         tls = None
         if config.cluster_certs_dir is not None:
             certificate = ClusterCertificate(config.cluster_certs_dir, "worker")
@@ -84,12 +92,13 @@ class WorkerReplica:
         self._worker = Worker.load(
             config.engine,
             model_name=config.model_name,
-            host=host or ray.util.get_node_ip_address(),
+            host=host,
             announce=self._announce,
             experts=manifest,
             remote_experts=far,
             tls=tls,
             report=starting,
+            far=machines,
         )
         if client is not None and manifest is not None:
             self._store = StoreHeartbeat(client, self._worker, manifest.epoch)

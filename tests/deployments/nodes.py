@@ -100,3 +100,12 @@ def nodes_of(replica: str) -> list[str]:
         for actor in state.actor_table(None).values()
         if actor["State"] == "ALIVE" and f"#{replica}#" in actor["Name"]
     ]
+
+
+def nodes_of_class(name: str) -> list[str]:
+    """The same for actors that are no replicas, by the name of their class."""
+    return [
+        actor["Address"]["NodeID"]
+        for actor in state.actor_table(None).values()
+        if actor["State"] == "ALIVE" and actor["ActorClassName"] == name
+    ]

@@ -4,7 +4,8 @@ Each end chooses a random nonce for the connection, and answers the other's with
 both. Who listens on a dead worker's address, or in between, learns no token from it; and a proof
 that was recorded is worth nothing on another connection, whose nonces differ.
 
-Used by the token channel (worker and ingress) and by the gate and its ingresses.
+Used by the token channel (worker and ingress), by the gate and its ingresses, and between the
+machines of a group (engine/group/far.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 
 NONCE_BYTES = 32
 
-Role = Literal["ingress", "worker", "gate"]
+Role = Literal["ingress", "worker", "gate", "leader", "rank"]
 
 
 class Proof:

@@ -16,6 +16,7 @@ from penstock.kernels.cpu import native
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores, kept_to
 from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.group.far import FarRanks
 from penstock.workers.engine.group.leader import Leader
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.thread import EngineThread
@@ -42,11 +43,12 @@ def load_engine(
     experts: Manifest | None = None,
     remote_experts: RowSource | None = None,
     report: Report | None = None,
+    far: FarRanks | None = None,
 ) -> Engine:
     """The model of `config`, fetched and loaded, and an engine for it.
 
-    `experts`, `remote_experts`: as for Worker.load. `report`: told of the progress; None: a bar if
-    stderr is a terminal. Raises LoadError and ConfigError.
+    `experts`, `remote_experts`, `far`: as for Worker.load. `report`: told of the progress; None: a
+    bar if stderr is a terminal. Raises LoadError and ConfigError.
     """
     device = config.device
     if device == "auto":
@@ -60,7 +62,8 @@ def load_engine(
         folder = verified_folder(config, report)
         leader = None
         if config.tensor_parallel_size > 1:
-            leader = Leader(config, folder, device, transport_of(device))
+            transport = transport_of(device, is_far=far is not None)
+            leader = Leader(config, folder, device, transport, far)
         try:
             with named_shortages(config.model, device):
                 model = load_configured(
@@ -112,9 +115,11 @@ def load_configured(
     )
 
 
-def transport_of(device: str) -> str:
-    """What the ranks of a group are connected by (shards/rank.py)."""
-    return "nccl" if device == "cuda" else MEMORY
+def transport_of(device: str, *, is_far: bool) -> str:
+    """What the ranks of a group are connected by (shards/rank.py). `is_far`: over machines."""
+    if device == "cuda":
+        return "nccl"
+    return "gloo" if is_far else MEMORY
 
 
 def _for_group(config: EngineConfig, device: str) -> EngineConfig:
@@ -122,9 +127,11 @@ def _for_group(config: EngineConfig, device: str) -> EngineConfig:
     num_ranks = config.tensor_parallel_size
     wanted = f"tensor_parallel_size {num_ranks}"
     if device == "cuda":
-        if (num_gpus := torch.cuda.device_count()) < num_ranks:
+        num_here = num_ranks // config.nodes_per_worker
+        if (num_gpus := torch.cuda.device_count()) < num_here:
             raise ConfigError(
-                f"{wanted} needs a GPU for each rank, and this worker has {num_gpus}: lower it"
+                f"{wanted} needs a GPU for each rank, {num_here} on each machine, and this worker "
+                f"has {num_gpus}: lower it"
             )
         log.warning("%s on GPUs has not yet been run on several: check its answers", wanted)
         return replace(config, async_scheduling="off", cuda_graphs="off")
@@ -134,7 +141,7 @@ def _for_group(config: EngineConfig, device: str) -> EngineConfig:
             "leave it out"
         )
     threads = config.threads or torch.get_num_threads()
-    return replace(config, threads=max(1, threads // num_ranks))
+    return replace(config, threads=max(1, threads * config.nodes_per_worker // num_ranks))
 
 
 def thread_for(

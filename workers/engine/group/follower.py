@@ -1,7 +1,8 @@
 """One of the other ranks of a group: loads its part, then computes what the first rank says.
 
-`python -m penstock.workers.engine.group.follower SOCKET_FD PARENT`, by leader.py. It ends with the
-first rank, also where it waits for it in shared memory.
+`python -m penstock.workers.engine.group.follower PARENT SOCKET_FD`, by leader.py, or HOST:PORT in
+place of the socket, by another machine of the group. It ends with its parent, also where it waits
+in shared memory, and with the first rank's connection.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
 from penstock.workers.engine.group import wire
+from penstock.workers.engine.group.far import LOOPBACK, dial, interface_of
 from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.sizing import step_memory
@@ -31,6 +33,7 @@ from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import Rank
+from penstock.workers.weights.model_digest import verified_folder
 
 log = logging.getLogger("penstock.engine")
 
@@ -51,9 +54,9 @@ def follow(peer: socket.socket) -> None:
     rank = Rank(**{**settings["rank"], "sizes": ExchangeSizes(**settings["rank"]["sizes"])})
     device = settings["device"]
     if device == "cuda":
-        torch.cuda.set_device(rank.number)
+        torch.cuda.set_device(settings["gpu"])
     try:
-        folder = Path(settings["folder"])
+        folder = Path(settings["folder"]) if settings["folder"] else verified_folder(config)
         with named_shortages(config.model, device):
             model = load_configured(config, folder, device, progress=False, rank=rank)
     except Exception as error:
@@ -73,7 +76,8 @@ def follow(peer: socket.socket) -> None:
             arena = executor.memory.arena
             wire.send_json(peer, wire.READY, arena.num_blocks * arena.layout.block_bytes)
         elif kind == wire.CONNECT:
-            model.exchange.connect()
+            is_here = peer.family == socket.AF_UNIX
+            model.exchange.connect(LOOPBACK if is_here else interface_of(peer.getsockname()[0]))
 
 
 @torch.inference_mode()
@@ -101,11 +105,11 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    connection, parent = map(int, sys.argv[1:])
-    _end_with(parent)
-    peer = socket.socket(fileno=connection)
+    parent, connection = sys.argv[1:]
+    _end_with(int(parent))
+    secret = sys.stdin.read()  # empty for a socket, which nobody else has
     with contextlib.suppress(wire.PeerGone):
-        follow(peer)
+        follow(dial(connection, secret) if secret else socket.socket(fileno=int(connection)))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ whole group.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.group import wire
+from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
+from penstock.workers.engine.group.process import RankProcess, end_with_group
 from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import AttentionInputs
@@ -30,18 +31,22 @@ from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.models.shards.shard import Shard
 
-log = logging.getLogger("penstock.engine")
-
-EXIT_STATUS = 70  # of this process, if another rank has ended
-END_S = 5.0  # for the others to end
+WATCH_S = 1.0
 
 
 class Leader:
     """The other ranks of this process's group. `close` ends them."""
 
-    def __init__(self, config: EngineConfig, folder: Path, device: str, transport: str):
-        """Starts them; they load at the same time as this rank. `transport`: as of Rank. Raises
-        ConfigError."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        device: str,
+        transport: str,
+        far: FarRanks | None = None,
+    ):
+        """Starts them; they load at the same time as this rank. `transport`: as of Rank. `far`: the
+        machines that have an equal share of the ranks each. Raises ConfigError and LoadError."""
         model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
         Shard(model, 0, num_ranks)  # checks that the model can be cut so
         sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_num_seqs)
@@ -50,15 +55,23 @@ class Leader:
         if transport == MEMORY:
             descriptor = os.memfd_create("penstock-group")
             os.ftruncate(descriptor, sizes.bytes_of(model, num_ranks))
-        store = str(Path(self._files.name) / "store")
-        self.rank = Rank(0, num_ranks, transport, sizes, descriptor, store)
+        meeting = f"file://{self._files.name}/store"
+        if far is not None:
+            meeting = f"tcp://{far.host}:{free_port(far.host)}"
+        self.rank = Rank(0, num_ranks, transport, sizes, descriptor, meeting)
         self._peers: list[socket.socket] = []
-        self._processes: list[_Process] = []
+        self._processes: list[RankProcess] = []
+        self._far = far
         self._weight_bytes: list[int] = []  # of all ranks
         self._model: ShardDecoder | None = None
-        settings = {"config": asdict(config), "folder": str(folder), "device": device}
-        for number in range(1, num_ranks):
-            self._start({**settings, "rank": asdict(replace(self.rank, number=number))})
+        self._is_closing = False
+        settings = {"config": asdict(config), "device": device}
+        num_here = num_ranks if far is None else num_ranks // far.num_machines
+        for number in range(1, num_here):
+            here = {**settings, "folder": str(folder), "gpu": number}
+            self._start({**here, "rank": asdict(replace(self.rank, number=number))})
+        if far is not None:
+            self._start_far(far, num_here, settings)
 
     def lead(self, model: ShardDecoder) -> None:
         """Wait until the others have loaded, and tell them of what `model` computes from now on.
@@ -68,20 +81,25 @@ class Leader:
         self._weight_bytes = [model.weights.num_bytes, *self._await_ready()]
         for peer in self._peers:
             wire.send(peer, wire.CONNECT)
-        model.exchange.connect()
+        model.exchange.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
+        for number in range(len(self._processes) + 1, self.rank.num_ranks):
+            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
 
     def close(self) -> None:
+        self._is_closing = True
         for process in self._processes:
             process.is_vital = False
         for peer in self._peers:
             peer.close()  # a rank that waits for a message ends
         for process in self._processes:
             process.end()
+        for machine in () if self._far is None else self._far.machines:
+            machine.end()
         if self._model is not None:
             self._model.exchange.close()
         if self.rank.descriptor >= 0:
@@ -90,17 +108,43 @@ class Leader:
 
     def _start(self, settings: dict[str, Any]) -> None:
         mine, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "penstock.workers.engine.group.follower"]
-        numbers = (theirs.fileno(), os.getpid())
-        inherited = [fd for fd in (theirs.fileno(), self.rank.descriptor) if fd >= 0]
-        self._processes.append(_Process([*command, *map(str, numbers)], tuple(inherited)))
+        inherited = tuple(fd for fd in (theirs.fileno(), self.rank.descriptor) if fd >= 0)
+        arguments = (str(os.getpid()), str(theirs.fileno()))
+        self._processes.append(RankProcess(*arguments, descriptors=inherited))
         theirs.close()
         wire.send_json(mine, wire.SETTINGS, settings)
         self._peers.append(mine)
 
+    def _start_far(self, far: FarRanks, num_each: int, settings: dict[str, Any]) -> None:
+        """Those of other machines find the model themselves, where they have it."""
+        reception = Reception(far.host)
+        try:
+            for machine in far.machines:
+                for gpu in range(num_each):
+                    machine.start(reception.address, reception.secret)
+                    peer = reception.accept()
+                    number = len(self._peers) + 1
+                    rank = asdict(replace(self.rank, number=number))
+                    wire.send_json(
+                        peer, wire.SETTINGS, {**settings, "folder": "", "gpu": gpu, "rank": rank}
+                    )
+                    self._peers.append(peer)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            reception.close()
+
+    def _watch(self, number: int) -> None:
+        """End this process with a rank of another machine, which says little once it has loaded."""
+        with contextlib.suppress(OSError):
+            while self._peers[number - 1].recv(1, socket.MSG_PEEK):
+                time.sleep(WATCH_S)  # its answer to a change of memory, which is read elsewhere
+        if not self._is_closing:
+            end_with_group(f"rank {number} of this worker's group, on another machine, has ended")
+
     def _end_all(self) -> None:
-        log.error("a step of this worker's group has failed half-way: the worker ends")
-        os._exit(EXIT_STATUS)
+        end_with_group("a step of this worker's group has failed half-way")
 
     def _memory(self, num_blocks: int, max_model_len: int, block_bytes: int) -> None:
         for peer in self._peers:
@@ -132,38 +176,3 @@ class Leader:
                 raise LoadError(f"rank {number} of the group: {contents.decode(errors='replace')}")
             found.append(int(json.loads(contents)))
         return found
-
-
-class _Process:
-    """One of the other ranks, and the thread that started it and waits for its end.
-
-    That thread lives as long as the process: the kernel kills the process when its thread ends,
-    which is with this process (follower.py asks for that), even if it has been stopped.
-    """
-
-    def __init__(self, command: list[str], descriptors: tuple[int, ...]):
-        self.is_vital = False  # without it, this process ends
-        self._command, self._descriptors = command, descriptors
-        self._is_started = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="penstock-rank", daemon=True)
-        self._thread.start()
-        self._is_started.wait()
-
-    def end(self) -> None:
-        self._thread.join(END_S)
-        if self._thread.is_alive() and self._process is not None:
-            self._process.kill()
-            self._thread.join()
-
-    def _run(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, pass_fds=self._descriptors, stdin=subprocess.DEVNULL
-        )
-        self._is_started.set()
-        status = self._process.wait()
-        if self.is_vital:
-            log.error(
-                "a rank of this worker's group has ended with status %d: the worker ends", status
-            )
-            os._exit(EXIT_STATUS)

@@ -40,10 +40,10 @@ def send(peer: socket.socket, kind: int, contents: bytes = b"") -> None:
 
 def receive(peer: socket.socket) -> tuple[int, bytes]:
     """Kind and contents. Raises PeerGone."""
-    size, kind = _HEAD.unpack(_exactly(peer, _HEAD.size))
+    size, kind = _HEAD.unpack(exactly(peer, _HEAD.size))
     if not 0 <= size <= LARGEST:
         raise PeerGone(f"a message of {size} bytes")
-    return kind, _exactly(peer, size)
+    return kind, exactly(peer, size)
 
 
 def send_json(peer: socket.socket, kind: int, value: Any) -> None:
@@ -133,7 +133,8 @@ class _Reader:
             raise InvariantError("a step's message is too long")
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
+def exactly(peer: socket.socket, size: int) -> bytes:
+    """The next `size` bytes. Raises PeerGone."""
     parts, left = [], size
     while left:
         try:

@@ -18,8 +18,6 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.exchange import Exchange, Spans
 
 CONNECT_S = 120  # to find one another; gloo, for each call, too
-# All ranks are processes of one machine: what they need to find each other stays on it.
-_ONLY_HERE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class CollectiveExchange(Exchange):
@@ -27,20 +25,20 @@ class CollectiveExchange(Exchange):
 
     def __init__(
         self, config: ModelConfig, rank: int, num_ranks: int, max_tokens: int,
-        device: torch.device, backend: str, store: str,
+        device: torch.device, backend: str, meeting: str,
     ):  # fmt: skip
-        """`backend`: nccl or gloo. `store`: a file by which the ranks find one another, which must
-        not exist before."""
+        """`backend`: nccl or gloo. `meeting`: where the ranks find one another: file:// and a path
+        that does not exist, for those of one machine, or tcp:// and a free port of the first."""
         super().__init__(config, rank, max_tokens, device)
-        self.num_ranks, self._backend, self._store = num_ranks, backend, store
+        self.num_ranks, self._backend, self._meeting = num_ranks, backend, meeting
         self._num_calls = 0
 
-    def connect(self) -> None:
-        for name, value in _ONLY_HERE.items():
-            os.environ.setdefault(name, value)
+    def connect(self, interface: str) -> None:
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # an operator's own setting holds
+            os.environ.setdefault(name, interface)
         dist.init_process_group(
             self._backend,
-            init_method=f"file://{self._store}",
+            init_method=self._meeting,
             rank=self.rank,
             world_size=self.num_ranks,
             timeout=datetime.timedelta(seconds=CONNECT_S),

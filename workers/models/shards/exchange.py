@@ -34,8 +34,9 @@ class Exchange(ABC):
             for width in widths
         ]
 
-    def connect(self) -> None:
-        """Called once, by all ranks at a time, when all have loaded."""
+    def connect(self, interface: str) -> None:
+        """Called once, by all ranks at a time, when all have loaded. `interface`: the name of this
+        machine's network interface to the others; lo, if all are on it."""
         return
 
     def close(self) -> None:

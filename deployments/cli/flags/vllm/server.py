@@ -8,6 +8,10 @@ _NO_STAGES = (
     "Penstock divides a model by --tensor-parallel-size alone; --num-workers N serves N copies "
     "of it"
 )
+_RANKS_ON_NODES = (
+    "Ray places the ranks: `penstock serve MODEL --ray-address HOST:PORT --tensor-parallel-size N "
+    "--nodes-per-worker N` (docs/operations/cluster.md#a-model-over-several-devices)"
+)
 _RAY_PLACES = (
     "Ray places the workers on the machines of its cluster; start one with `ray start`, then "
     "`penstock serve MODEL --ray-address HOST:PORT --num-workers N` (docs/operations/cluster.md)"
@@ -34,8 +38,8 @@ CLUSTER = (
     absent("--data-parallel-address", "-dpa", sentence=_RAY_PLACES),
     absent("--data-parallel-rpc-port", "-dpp", sentence=_RAY_PLACES),
     absent("--data-parallel-hybrid-lb", "--data-parallel-external-lb", sentence=_RAY_PLACES),
-    absent("--headless", "--nnodes", "--node-rank", sentence=_RAY_PLACES),
-    absent("--master-addr", "--master-port", sentence=_RAY_PLACES),
+    absent("--headless", sentence=_RAY_PLACES),
+    absent("--nnodes", "--node-rank", "--master-addr", "--master-port", sentence=_RANKS_ON_NODES),
     nothing(
         "--enable-expert-parallel",
         "-ep",

@@ -11,7 +11,7 @@ from penstock.workers.models.shards.shard import Shard
 from penstock.workers.weights.checkpoint import StoredTensor, open_checkpoint
 from penstock.workers.weights.gguf import open_gguf
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model
-from tests.workers.engine.test_group import both
+from tests.workers.engine.group.test_group import both
 from tests.workers.gguf_files import write_gguf
 
 

@@ -20,7 +20,7 @@ from penstock.workers.planning.roofline import Roofline
 from penstock.workers.request import Request, SamplingParams
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import random_model
-from tests.workers.engine.test_group import engine_of
+from tests.workers.engine.group.test_group import engine_of
 
 # Widths that two ranks share evenly, and weights that are most of a process's memory.
 EVEN = {
@@ -95,8 +95,8 @@ def counted(received: list[int]):
 LIMITED = """
 import resource, sys
 from penstock.workers.errors import LoadError
-from tests.workers.engine.test_group import engine_of
-from tests.workers.engine.test_group_memory import LIMIT, answer, in_use
+from tests.workers.engine.group.test_group import engine_of
+from tests.workers.engine.group.test_memory import LIMIT, answer, in_use
 bound = in_use() + LIMIT
 resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
 try:
@@ -120,7 +120,7 @@ def test_two_ranks_serve_what_one_process_has_no_memory_for(tmp_path):
     found = [
         subprocess.run(
             [sys.executable, "-c", LIMITED, str(folder), str(ranks)],
-            cwd=Path(__file__).parents[3], capture_output=True, timeout=100, check=False, text=True,
+            cwd=Path(__file__).parents[4], capture_output=True, timeout=100, check=False, text=True,
         )
         for ranks in (1, 2)
     ]  # fmt: skip

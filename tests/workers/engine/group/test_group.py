@@ -26,7 +26,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine import load
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.group import wire
-from penstock.workers.engine.group.leader import EXIT_STATUS
+from penstock.workers.engine.group.process import EXIT_STATUS
 from penstock.workers.engine.load import load_engine
 from penstock.workers.errors import ConfigError, InvariantError
 from penstock.workers.model_config import ModelConfig
@@ -122,7 +122,7 @@ def test_under_every_schedule(options):
 )  # fmt: skip
 def test_by_collective_operations(name, num_ranks, options, monkeypatch):
     """What GPUs use, by gloo, which copies as NCCL does."""
-    monkeypatch.setattr(load, "transport_of", lambda device: "gloo")
+    monkeypatch.setattr(load, "transport_of", lambda device, is_far: "gloo")
     group, one = both(str(make_checkpoint(name)), num_ranks, {"logprobs": 2}, **options)
     assert group == one
 
@@ -159,7 +159,7 @@ def test_an_error_in_the_middle_of_a_pass_ends_the_group():
     """The other ranks wait for the rest of that pass, and would take the next one for it."""
     process = subprocess.run(
         [sys.executable, "-c", BROKEN, str(make_checkpoint("llama"))],
-        cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, timeout=100, check=False, text=True,
+        cwd=Path(__file__).parents[4], stderr=subprocess.PIPE, timeout=100, check=False, text=True,
     )  # fmt: skip
     assert process.returncode == EXIT_STATUS
     assert "has failed half-way" in process.stderr
@@ -167,7 +167,7 @@ def test_an_error_in_the_middle_of_a_pass_ends_the_group():
 
 BROKEN = """
 import logging, sys
-from tests.workers.engine.test_group import engine_of, run
+from tests.workers.engine.group.test_group import engine_of, run
 logging.basicConfig()
 engine = engine_of(sys.argv[1], 2)
 run(engine)
@@ -193,7 +193,7 @@ def test_a_rank_has_its_part_of_the_weights():
 
 KILLED = """
 import os, signal, sys, time, psutil
-from tests.workers.engine.test_group import engine_of, run
+from tests.workers.engine.group.test_group import engine_of, run
 engine = engine_of(sys.argv[1], 2)
 run(engine)
 (child,) = psutil.Process().children()
@@ -218,7 +218,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_rank_that_ends_takes_the_others_with_it(who, status):
     process = subprocess.run(
         [sys.executable, "-c", KILLED, str(make_checkpoint("llama")), who],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         stdout=subprocess.PIPE,
         timeout=100,
         check=False,
