@@ -102,6 +102,7 @@ def load_configured(
         progress=progress,
         experts=experts,
         rank=rank,
+        max_model_len=config.max_model_len,
     )
 
 

@@ -13,13 +13,20 @@ from torch import Tensor
 
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import silu_mul
+from penstock.kernels.rowwise import act_mul
 from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
-from penstock.workers.models.layers import Attention, AttentionInputs, Mlp, RolledRows, rows_for
+from penstock.workers.models.layers import (
+    Attention,
+    AttentionInputs,
+    Mlp,
+    RolledRows,
+    Turn,
+    rows_for,
+)
 from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.shard import Shard
 
@@ -40,10 +47,11 @@ class ShardAttention(Attention):
         workspace: Workspace,
         inputs: AttentionInputs,
         kv: PagedKv,
+        turn: Turn | None,
         rolled: RolledRows | None,
     ) -> Tensor:
         attended = self.attend(
-            x, workspace, inputs, kv, rolled,
+            x, workspace, inputs, kv, turn, rolled,
             qkv=_columns(workspace.qkv, self.qkv.out_features),
             attended=_columns(workspace.attended, self.shard.attended.size),
         )  # fmt: skip
@@ -61,7 +69,7 @@ class ShardMlp(Mlp):
 
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         both = linear(x, self.gate_up, out=_columns(workspace.gate_up, self.gate_up.out_features))
-        own = silu_mul(both, out=both[:, : self.shard.inner.size])
+        own = act_mul(both, both[:, : self.shard.inner.size], self.activation)
         inner = _columns(workspace.gate_up, self.shard.inner.whole)
         whole = self.exchange.gather(own, self.shard.inner, inner)
         out = _columns(workspace.normed, self.down.out_features)
@@ -128,8 +136,10 @@ class ShardDecoder(Decoder):
             whole = hidden.new_empty(rows, span.whole)
         self.exchange.gather_logits(linear(hidden, self.lm_head), span, whole)
         if out is None:
-            return whole.float()
-        return whole if whole is out else out.copy_(whole)
+            out = whole.float()
+        elif whole is not out:
+            out.copy_(whole)
+        return self.logit_scaling.apply_(out)
 
     def close(self) -> None:
         if self.on_close is not None:
