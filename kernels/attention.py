@@ -27,12 +27,12 @@ class AttentionBackend(Protocol):
 
     def decode_attention(
         self, q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None,
-        out: Tensor, rolling: Rolling | None = None,
+        out: Tensor, rolling: Rolling | None = None, softcap: float = 0.0,
     ) -> Tensor: ...  # fmt: skip
 
     def prefill_attention(
         self, q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None,
-        out: Tensor, rolling: Rolling | None = None,
+        out: Tensor, rolling: Rolling | None = None, softcap: float = 0.0,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -106,19 +106,21 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
     rolling: Rolling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One query per sequence over its blocks: `q` [B, H, D] -> [B, H, D], in `out` if given.
 
-    `window`: only the last `window` tokens are visible. Long contexts are split over programs or
-    threads and merged, as in FlashDecoding. The splits are at fixed positions of the context, the
-    sinks of a rolled one before them, so that but for plain PyTorch a row has the same bits
-    whatever the batch and the number of threads, and those of the same row in `prefill_attention`.
-    The work is proportional to the visible keys.
+    `window`: only the last `window` tokens are visible. `softcap` c, unless 0: a score s becomes
+    c * tanh(s / c) before the softmax (Gemma 2, arXiv 2408.00118, section 2). Long contexts are
+    split over programs or threads and merged, as in FlashDecoding. The splits are at fixed
+    positions of the context, the sinks of a rolled one before them, so that but for plain PyTorch a
+    row has the same bits whatever the batch and the number of threads, and those of the same row in
+    `prefill_attention`. The work is proportional to the visible keys.
     """
     out = _prepare(q, kv, batch.context_lens, rolling, out)
-    return _backend(q, kv).decode_attention(q, kv, batch, scale, window, out, rolling)
+    return _backend(q, kv).decode_attention(q, kv, batch, scale, window, out, rolling, softcap)
 
 
 def prefill_attention(
@@ -128,18 +130,20 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
     rolling: Rolling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of flat query chunks over blocks: `q` [T, H, D] -> [T, H, D].
 
     K and V of the chunks are in the cache (or in scratch) already. A query at position t sees keys
-    in (t - window, t]. Online softmax over key tiles, as in FlashAttention-2. But for plain PyTorch
+    in (t - window, t]. `softcap`: as for `decode_attention`. Online softmax over key tiles, as in
+    FlashAttention-2. But for plain PyTorch
     tiles and splits are those of `decode_attention`: a row has the same bits however its prompt is
     cut into chunks, and as a decode row. The work is proportional to the visible keys.
     """
     out = _prepare(q, kv, batch.context_lens, rolling, out)
-    return _backend(q, kv).prefill_attention(q, kv, batch, scale, window, out, rolling)
+    return _backend(q, kv).prefill_attention(q, kv, batch, scale, window, out, rolling, softcap)
 
 
 def _prepare(

@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.kernels.matmul import linear
 from penstock.kernels.neurons import PooledNeurons, neuron_mlp
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import combine, silu_mul, silu_mul_int8
-from penstock.kernels.types import PackedLinear
+from penstock.kernels.rowwise import act_mul, act_mul_int8, combine
+from penstock.kernels.types import Activation, PackedLinear
 
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
 # An expert that has tokens, or the neurons that each of them, in their order, uses of it.
@@ -135,8 +135,9 @@ def gated_mlp(
     out: Tensor,
     *,
     scales: Tensor | None = None,
+    activation: Activation = "silu",
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
+    """down(activation(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
     `scales` fp32, T for each group of I: for those of that product where `down` takes int8, and
@@ -146,9 +147,9 @@ def gated_mlp(
     gate, _ = both.chunk(2, dim=1)
     if down.takes_int8:
         rows = Int8Rows.inside(gate, down.group, scales, hadamard=down.hadamard)
-        rows = silu_mul_int8(both, out=rows)
+        rows = act_mul_int8(both, activation=activation, out=rows)
         return linear(rows, down, out=out)
-    return linear(silu_mul(both, out=gate), down, out=out)
+    return linear(act_mul(both, gate, activation), down, out=out)
 
 
 def _on_gpu(packed: PackedLinear) -> bool:

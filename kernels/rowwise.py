@@ -1,5 +1,5 @@
-"""Row-wise operators: RMSNorm (with residual add), rotary embedding, SiLU * mul, int8 rows, and the
-weighted sum of routed rows.
+"""Row-wise operators: RMSNorm (with residual add), rotary embedding, activation * mul, soft caps,
+int8 rows, and the weighted sum of routed rows.
 
 A row's result does not depend on the other rows of the call. Backends: Triton on a GPU, the native
 library on a CPU where it supports the dtype, else plain PyTorch.
@@ -17,22 +17,24 @@ from penstock.kernels.cpu import native
 from penstock.kernels.cpu import rowwise as native_rowwise
 from penstock.kernels.quant import Int8Rows, hadamard_transform, num_groups
 from penstock.kernels.reference import rowwise as reference
-from penstock.kernels.types import rows_are_dense
+from penstock.kernels.types import Activation, rows_are_dense
 
 
 class RowwiseBackend(Protocol):
     """What each backend implements. The functions below check the arguments before they call it."""
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
-        total: Tensor | None,
+        self, x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor,
+        total: Tensor | None, post: Tensor | None = None, factor: float = 1.0,
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def rope_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
     def rope_to(self, q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor: ...
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> Tensor: ...
+    def act_mul(self, gate_up: Tensor, out: Tensor, activation: Activation) -> Tensor: ...
+
+    def soft_cap_(self, x: Tensor, cap: float) -> Tensor: ...
 
     def combine(self, routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor: ...
 
@@ -41,11 +43,11 @@ class Int8Backend(Protocol):
     """The same for the operators that quantise their rows."""
 
     def rms_norm_int8(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
-        total: Tensor | None,
+        self, x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Int8Rows,
+        total: Tensor | None, post: Tensor | None = None, factor: float = 1.0,
     ) -> Int8Rows: ...  # fmt: skip
 
-    def silu_mul_int8(self, gate_up: Tensor, out: Int8Rows) -> Int8Rows: ...
+    def act_mul_int8(self, gate_up: Tensor, out: Int8Rows, activation: Activation) -> Int8Rows: ...
 
     def quantize_int8(self, x: Tensor, out: Int8Rows) -> Int8Rows: ...
 
@@ -83,42 +85,52 @@ def rms_norm(
 @overload
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     residual: Tensor,
     out: Tensor | None = None,
     total: Tensor | None = None,
+    post: Tensor | None = None,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
     total: Tensor | None = None,
+    post: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Root-mean-square norm over the last dimension of `x`, times `weight` [D], in `x.dtype`.
 
     `x` is [T, D], or [T, H, D] for a norm per head; it may be a view with any stride over T and H,
     and `out` may be `x` itself. Without `residual` the result is y. With `residual` [T, D] it is
-    (y, h): h = x + residual rounded to `x.dtype`, y the norm of h; h is written to `total` [T, D],
-    dense, which may be `residual` itself. fp32 inside; the normed value is rounded before the
-    weight multiplies it, as in transformers' LlamaRMSNorm.
+    (y, h): h = residual + factor * x rounded to `x.dtype`, y the norm of h; h is written to `total`
+    [T, D], dense, which may be `residual` itself. With `post` [D], x is normed by it before it is
+    added. Without `weight`, y is h itself, and nothing is written to `out`.
+
+    fp32 inside. Weights in `x.dtype` multiply the normed value rounded to it, as in transformers'
+    LlamaRMSNorm; weights in fp32 the normed value itself, as in its Gemma3RMSNorm.
     """
-    assert x.stride(-1) == 1 and weight.dtype == x.dtype
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert x.stride(-1) == 1
+    _check_norms(x, weight, post, residual)
     if residual is not None and total is None:
         total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None:
+        is_sum = total is not None and weight is None
+        out = x if is_sum else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
-    return _backend(x).rms_norm(x, weight, eps, residual, out, total)
+    found = _backend(x).rms_norm(x, weight, eps, residual, out, total, post, factor)
+    return found if weight is not None or total is None else (total, total)
 
 
 def rms_norm_int8(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     residual: Tensor | None = None,
@@ -126,32 +138,45 @@ def rms_norm_int8(
     hadamard: bool = False,
     out: Int8Rows | None = None,
     total: Tensor | None = None,
+    post: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Int8Rows:
     """`rms_norm` of `x` [T, D], and its rows quantised, in one pass: the codes and the scales that
     `quantize_rows_int8(rms_norm(...), group, hadamard=hadamard)` gives, bit for bit, the roundings
     to `x.dtype` included. `group` and `hadamard` count only without `out`, which has its own.
 
-    With `residual` [T, D], h = x + residual is written to `total` (which may be `residual` itself)
-    and normed; without, `total` must be None. `out` may be `Int8Rows.inside` any memory but that of
-    `weight`, `total` and `residual`; that of `x` is allowed.
+    With `residual` [T, D], the sum of `rms_norm` is written to `total` (which may be `residual`
+    itself) and normed, or without `weight` quantised as it is; without, `total` must be None. `out`
+    may be `Int8Rows.inside` any memory but that of the weights, `total` and `residual`; that of `x`
+    is allowed.
     """
-    assert x.dim() == 2 and x.stride(1) == 1 and weight.dtype == x.dtype
+    assert x.dim() == 2 and x.stride(1) == 1
+    _check_norms(x, weight, post, residual)
     assert (residual is None) == (total is None)
     assert total is None or (total.is_contiguous() and total.shape == x.shape)
     if out is None:
         out = _new_rows(x, x.shape[1], group, hadamard)
-    return _int8_backend(x).rms_norm_int8(x, weight, eps, residual, out, total)
+    return _int8_backend(x).rms_norm_int8(x, weight, eps, residual, out, total, post, factor)
 
 
-def silu_mul_int8(
+def _check_norms(
+    x: Tensor, weight: Tensor | None, post: Tensor | None, residual: Tensor | None
+) -> None:
+    dtypes = {each.dtype for each in (weight, post) if each is not None}
+    assert len(dtypes) <= 1 and dtypes <= {x.dtype, torch.float32}
+    assert residual is not None or (weight is not None and post is None)
+
+
+def act_mul_int8(
     gate_up: Tensor,
     *,
+    activation: Activation = "silu",
     group: int | None = None,
     hadamard: bool = False,
     out: Int8Rows | None = None,
 ) -> Int8Rows:
-    """`silu_mul` of `gate_up` [T, 2I], and its rows [T, I] quantised, in one pass: the codes and
-    the scales that `quantize_rows_int8` of `silu_mul(gate_up)` gives, bit for bit.
+    """`act_mul` of `gate_up` [T, 2I], and its rows [T, I] quantised, in one pass: the codes and
+    the scales that `quantize_rows_int8` of `act_mul(gate_up)` gives, bit for bit.
 
     `group` and `hadamard` count only without `out`, which may be `Int8Rows.inside` the gate half
     itself.
@@ -159,7 +184,7 @@ def silu_mul_int8(
     assert gate_up.stride(-1) == 1
     if out is None:
         out = _new_rows(gate_up, gate_up.shape[1] // 2, group, hadamard)
-    return _int8_backend(gate_up).silu_mul_int8(gate_up, out)
+    return _int8_backend(gate_up).act_mul_int8(gate_up, out, activation)
 
 
 def quantize_int8(
@@ -209,15 +234,21 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     return _backend(q).rope_to(q, cos, sin, out)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of `gate_up` [T, 2I], gate first, into [T, I]; math in fp32.
+def act_mul(gate_up: Tensor, out: Tensor | None = None, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up of `gate_up` [T, 2I], gate first, into [T, I]; math in fp32.
 
     `out` may have any stride over T, and may be the gate half itself.
     """
     assert gate_up.stride(-1) == 1
     if out is None:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    return _backend(gate_up).silu_mul(gate_up, out)
+    return _backend(gate_up).act_mul(gate_up, out, activation)
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) in place, of fp32 `x` [T, D], dense rows."""
+    assert x.dtype == torch.float32 and x.stride(1) == 1
+    return _backend(x).soft_cap_(x, cap)
 
 
 def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:

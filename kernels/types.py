@@ -158,6 +158,12 @@ def _check_same_blocks(blocks: Tensor, scratch: Tensor) -> None:
     assert scratch.dtype == blocks.dtype
 
 
+# Of a gated MLP, in the order in which the native library numbers them. gelu_tanh: GELU as it is
+# approximated by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Parameters of each row, fp64 [R] on the CPU.

@@ -220,6 +220,8 @@ def unsupported_reason(model: ModelConfig) -> str | None:
     Any rotary embedding with fixed frequencies can have one, and others do not load at all
     (dynamic NTK, learned positions: model_config refuses them by name).
     """
+    if model.query_scaling is not None:
+        return "its queries grow with their position, which a window would have to undo"
     if any(window is not None for window in model.sliding_window):
         return "some of its layers have a sliding window of their own"
     return None

@@ -7,20 +7,25 @@ Only this module and text/ import transformers.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.families.family import Family
 from penstock.workers.families.reading import fields_of
-from penstock.workers.families.table import FAMILIES, family_of
+from penstock.workers.families.table import FAMILIES, family_of, text_of
 from penstock.workers.gguf.config import stated_by, stored_scheme
 from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.quantization import StoredScheme, read_scheme
-from penstock.workers.rope_config import RopeConfig
+from penstock.workers.rope_config import QueryScaling, RopeConfig
 from penstock.workers.stated_config import stated_in_full
 
+Activation = Literal["silu", "gelu_tanh"]  # as kernels/types.py has them
+# Of the norms of a layer's attention and of its MLP: of the input, of the output before it is added
+# to the residual stream, or of both.
+NORM_PLACES = ("pre", "post", "sandwich")
 MAX_JSON_BYTES = 16 * 2**20  # the largest real config.json is some KiB
 
 
@@ -40,13 +45,24 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
-    rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]  # all with the same rotary_dim
     sliding_window: tuple[int | None, ...]  # per layer; None: full attention
+    layer_ropes: tuple[int | None, ...] = ()  # per layer, in `ropes`; None: it turns nothing
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = "none"  # "head": over each head; "full": over the whole projection (OLMoE)
     clip_qkv: float | None = None
+    norm_place: str = "pre"  # one of NORM_PLACES
+    norm_offset: float = 0.0  # added to the stored weights of norms, in fp32
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    attention_scale: float | None = None  # of q.k; None: head_dim^-1/2
+    attention_softcap: float = 0.0  # c: a score s becomes c * tanh(s / c); 0: none
+    logits_divisor: float = 1.0
+    logits_softcap: float = 0.0  # as of attention, of logits
+    query_scaling: QueryScaling | None = None
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
@@ -68,11 +84,13 @@ class ModelConfig:
                 f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
-        if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
-            raise ConfigError(
-                f"the rotary dimension must be even and lie in [2, head_dim = {self.head_dim}]; "
-                f"got {self.rope.rotary_dim}"
-            )
+        for rope in self.ropes:
+            if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim:
+                raise ConfigError(
+                    "the rotary dimension must be even and lie in [2, head_dim = "
+                    f"{self.head_dim}]; got {rope.rotary_dim}"
+                )
+        self._check_scales()
         if any(self.moe_layers) and not 1 <= self.num_experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_token ({self.num_experts_per_token}) must lie in "
@@ -83,10 +101,35 @@ class ModelConfig:
                 raise ConfigError(f"sliding_window must be positive; got {window}")
         assert len(self.sliding_window) == len(self.moe_layers) == self.num_layers
 
+        assert len(self.layer_ropes) in (0, self.num_layers) and self.norm_place in NORM_PLACES
+        assert len({rope.rotary_dim for rope in self.ropes}) == 1
+
+    def _check_scales(self) -> None:
+        for name in ("embedding_scale", "residual_scale", "logits_divisor", "attention_scale"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a positive number; got {value}")
+        for name in ("attention_softcap", "logits_softcap"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be a positive number; got {getattr(self, name)}")
+
     @property
     def scale(self) -> float:
         """The factor of q.k before the softmax."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.ropes[0].rotary_dim
+
+    def rope_of(self, layer: int) -> int | None:
+        """Which of `ropes` turns q and k of `layer`; None: they are not turned."""
+        return self.layer_ropes[layer] if self.layer_ropes else 0
+
+    def for_length(self, max_length: int | None) -> ModelConfig:
+        """For contexts of up to `max_length` tokens; None: as many as the model's positions."""
+        length = self.max_position_embeddings if max_length is None else max_length
+        return replace(self, ropes=tuple(rope.for_length(length) for rope in self.ropes))
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> ModelConfig:
@@ -147,7 +190,8 @@ def read_limits(path: str | Path) -> tuple[int, int]:
     stated = read_json(Path(path) / "config.json")
     family_of(stated)
     _scheme(Path(path), stated)
-    limits = stated.get("vocab_size"), stated.get("max_position_embeddings")
+    text = text_of(stated)
+    limits = text.get("vocab_size"), text.get("max_position_embeddings")
     if all(isinstance(limit, int) and limit > 0 for limit in limits):
         return limits  # type: ignore[return-value]
     config = ModelConfig.from_pretrained(path)

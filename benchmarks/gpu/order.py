@@ -225,7 +225,7 @@ def _rowwise(x: Tensor, residual: Tensor, weight: Tensor) -> dict[str, Tensor]:
     rows = Int8Rows(codes, scales, quant.INT8_GROUP, x.dtype)
     rowwise_quant_triton.rms_norm_int8(x, weight, 1e-5, residual, rows, torch.empty_like(x))
     gate_up = torch.cat((x, residual), 1)
-    gated = rowwise_triton.silu_mul(gate_up, torch.empty_like(x))
+    gated = rowwise_triton.act_mul(gate_up, torch.empty_like(x))
     return {"norm": y, "sum": total, "codes": codes, "scales": rows.scales, "gate": gated}
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import DEVICE, HALF, Checks, Triples, Work
 from penstock.kernels.reference.rowwise import (
+    act_mul_reference,
     rms_norm_reference,
     rope_reference,
-    silu_mul_reference,
 )
 from penstock.kernels.triton import rowwise as rowwise_triton
 
@@ -39,17 +39,17 @@ def check_rope(dtype: torch.dtype) -> Triples:
         yield f"heads {heads} dim {dim} rot {rot}", qkv, expected
 
 
-def check_silu_mul(dtype: torch.dtype) -> Triples:
+def check_act_mul(dtype: torch.dtype) -> Triples:
     for rows, dim in ((1, 1), (3, 63), (2, 1500)):
         gate_up = torch.randn(rows, 2 * dim, device=DEVICE).to(dtype)
-        y = rowwise_triton.silu_mul(gate_up, torch.empty(rows, dim, dtype=dtype, device=DEVICE))
-        yield f"{rows} x {dim}", y, silu_mul_reference(gate_up)
+        y = rowwise_triton.act_mul(gate_up, torch.empty(rows, dim, dtype=dtype, device=DEVICE))
+        yield f"{rows} x {dim}", y, act_mul_reference(gate_up)
 
 
 CHECKS: Checks = {
     "rms_norm": check_rms_norm,
     "rope_": check_rope,
-    "silu_mul": check_silu_mul,
+    "act_mul": check_act_mul,
 }
 
 
@@ -81,8 +81,8 @@ def _works_of(rows: int, hidden: int, inner: int) -> Iterator[Work]:
     gate_up = torch.randn(rows, 2 * inner, device=DEVICE).to(HALF)
     product = torch.empty(rows, inner, device=DEVICE, dtype=HALF)
     yield Work(
-        "silu_mul",
+        "act_mul",
         f"{rows} x {inner}",
-        lambda: rowwise_triton.silu_mul(gate_up, product),
+        lambda: rowwise_triton.act_mul(gate_up, product),
         2 * (gate_up.numel() + product.numel()),
     )

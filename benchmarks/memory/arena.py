@@ -58,7 +58,7 @@ def shape(
         rms_norm_eps=1e-5,
         tie_word_embeddings=tied,
         max_position_embeddings=4096,
-        rope=RopeConfig(theta=1e4, rotary_dim=head_dim),
+        ropes=(RopeConfig(theta=1e4, rotary_dim=head_dim),),
         sliding_window=(None,) * layers,
         num_experts=experts,
         num_experts_per_token=top_k,

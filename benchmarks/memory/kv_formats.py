@@ -49,7 +49,7 @@ def model() -> Decoder:
         architecture="LlamaForCausalLM", model_type="llama", vocab_size=512, hidden_size=256,
         num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64, intermediate_size=688,
         rms_norm_eps=1e-5, tie_word_embeddings=True, max_position_embeddings=512,
-        rope=RopeConfig(10000.0, 64), sliding_window=(None,) * 2, moe_layers=(False,) * 2,
+        ropes=(RopeConfig(10000.0, 64),), sliding_window=(None,) * 2, moe_layers=(False,) * 2,
         dtype="fp32",
     )  # fmt: skip
     return build_random(config, weights="fp32")

@@ -77,16 +77,17 @@ WRITE_KV = Arguments(_WRITE)
 ROPE_WRITE_KV = Arguments(f"{_prefixed('write', _WRITE)} q q_stride heads cos sin half")
 ATTENTION = Arguments(
     f"dtype q q_stride {_cache('cache')} tables table_stride starts lens out batch heads scale:d "
-    "window threads q_sink q_sink_stride sink_ends window_starts sink_blocks bases"
+    "softcap:d window threads q_sink q_sink_stride sink_ends window_starts sink_blocks bases"
 )
 RMS_NORM = Arguments(
-    "dtype x x_token_stride x_head_stride residual residual_stride weight out out_token_stride "
-    f"out_head_stride sum tokens heads dim eps:d threads {_INT8}"
+    "dtype x x_token_stride x_head_stride residual residual_stride weight post factor:d wide out "
+    f"out_token_stride out_head_stride sum tokens heads dim eps:d threads {_INT8}"
 )
 QUANTIZE = Arguments(f"dtype x stride rows dim threads {_INT8}")
 ROPE = Arguments("dtype q q_stride k k_stride cos sin tokens heads kv_heads dim half threads")
 ROPE_TO = Arguments("dtype q q_stride out out_stride cos sin tokens heads dim half threads")
-SILU_MUL = Arguments(f"dtype gate_up stride out out_stride rows dim threads {_INT8}")
+ACT_MUL = Arguments(f"dtype gate_up stride out out_stride rows dim activation threads {_INT8}")
+SOFT_CAP = Arguments("x stride rows dim cap:d threads")
 HADAMARD = Arguments("dtype x stride out rows dim threads")
 COMBINE = Arguments("dtype rows places weights out tokens ranks dim threads")
 UNPACK_NEURONS = Arguments("dtype rows row_stride places count gate_up down hidden inner")
@@ -120,7 +121,8 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "quantize": QUANTIZE,
     "rope": ROPE,
     "rope_to": ROPE_TO,
-    "silu_mul": SILU_MUL,
+    "act_mul": ACT_MUL,
+    "soft_cap": SOFT_CAP,
     "combine": COMBINE,
     "hadamard": HADAMARD,
     "unpack_neurons": UNPACK_NEURONS,

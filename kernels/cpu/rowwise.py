@@ -11,46 +11,52 @@ from torch import Tensor
 
 from penstock.kernels.cpu import native
 from penstock.kernels.cpu.arguments import (
+    ACT_MUL,
     COMBINE,
     HADAMARD,
     QUANTIZE,
     RMS_NORM,
     ROPE,
     ROPE_TO,
-    SILU_MUL,
+    SOFT_CAP,
 )
 from penstock.kernels.quant import Int8Rows
+from penstock.kernels.types import ACTIVATIONS, Activation
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
-    total: Tensor | None,
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor,
+    total: Tensor | None, post: Tensor | None = None, factor: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     to = out.data_ptr(), out.stride(0), out.stride(-2)
-    _rms_norm(x, weight, eps, residual, to, total, (0, 0, 0, 0, 0))
+    _rms_norm(x, weight, eps, residual, to, total, (0, 0, 0, 0, 0), post, factor)
     return out if total is None else (out, total)
 
 
 def rms_norm_int8(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
-    total: Tensor | None,
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Int8Rows,
+    total: Tensor | None, post: Tensor | None = None, factor: float = 1.0,
 ) -> Int8Rows:  # fmt: skip
-    _rms_norm(x, weight, eps, residual, (0, 0, 0), total, _codes_args(out))
+    _rms_norm(x, weight, eps, residual, (0, 0, 0), total, _codes_args(out), post, factor)
     return out
 
 
 def _rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, to: tuple[int, int, int],
-    total: Tensor | None, codes: tuple[int, int, int, int, int],
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None,
+    to: tuple[int, int, int], total: Tensor | None, codes: tuple[int, int, int, int, int],
+    post: Tensor | None, factor: float,
 ) -> None:  # fmt: skip
     heads = x.shape[1] if x.dim() == 3 else 1
     assert residual is None or (heads == 1 and residual.dtype == x.dtype)
+    any_weight = post if weight is None else weight
     native.bound.library.pk_rms_norm(RMS_NORM.pack(
         native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), x.stride(-2),
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
-        weight.data_ptr(), *to, 0 if total is None else total.data_ptr(), x.shape[0], heads,
-        x.shape[-1], eps, torch.get_num_threads(), *codes,
+        0 if weight is None else weight.data_ptr(), 0 if post is None else post.data_ptr(), factor,
+        any_weight is not None and any_weight.dtype != x.dtype, *to,
+        0 if total is None else total.data_ptr(), x.shape[0], heads, x.shape[-1], eps,
+        torch.get_num_threads(), *codes,
     ))  # fmt: skip
 
 
@@ -74,20 +80,28 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
-    native.bound.library.pk_silu_mul(SILU_MUL.pack(
+def act_mul(gate_up: Tensor, out: Tensor, activation: Activation) -> Tensor:
+    native.bound.library.pk_act_mul(ACT_MUL.pack(
         native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(),
-        out.stride(0), *out.shape, torch.get_num_threads(), 0, 0, 0, 0, 0,
+        out.stride(0), *out.shape, ACTIVATIONS.index(activation), torch.get_num_threads(),
+        0, 0, 0, 0, 0,
     ))  # fmt: skip
     return out
 
 
-def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
-    native.bound.library.pk_silu_mul(SILU_MUL.pack(
+def act_mul_int8(gate_up: Tensor, out: Int8Rows, activation: Activation) -> Int8Rows:
+    native.bound.library.pk_act_mul(ACT_MUL.pack(
         native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), 0, 0, *out.shape,
-        torch.get_num_threads(), *_codes_args(out),
+        ACTIVATIONS.index(activation), torch.get_num_threads(), *_codes_args(out),
     ))  # fmt: skip
     return out
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    native.bound.library.pk_soft_cap(
+        SOFT_CAP.pack(x.data_ptr(), x.stride(0), *x.shape, cap, torch.get_num_threads())
+    )
+    return x
 
 
 def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:

@@ -42,16 +42,16 @@ def _indexable(x: Tensor) -> Tensor:
 
 def decode_attention(
     q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None,
+    rolling: Rolling | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
     chunks = PrefillBatch(batch.block_tables, starts, batch.context_lens, 1)
-    return prefill_attention(q, kv, chunks, scale, window, out, rolling)
+    return prefill_attention(q, kv, chunks, scale, window, out, rolling, softcap)
 
 
 def prefill_attention(
     q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None,
+    rolling: Rolling | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """A sequence at a time: gather the visible blocks, then two products per group of heads."""
     (_, num_kv_heads, block_size, _), bounds = kv.k.shape, batch.query_starts.tolist()
@@ -65,7 +65,7 @@ def prefill_attention(
             k = _stored(keys, *slots)  # [KV, S, D]
             grouped = queries.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
             scores = grouped.flatten(1, 2) @ k.transpose(1, 2) * scale  # [KV, G * Q, S]
-            scores = scores.unflatten(1, (-1, len(queries)))
+            scores = _capped(scores, softcap).unflatten(1, (-1, len(queries)))
             at = torch.arange(oldest, end)
             hidden = (at < begins[:, None]) | (at >= ends[:, None])
             all_scores.append(scores.masked_fill_(hidden, float("-inf")))
@@ -77,6 +77,10 @@ def prefill_attention(
         y = y.unflatten(1, (-1, rows.stop - rows.start)).permute(2, 0, 1, 3)
         out[rows] = y.flatten(1, 2).to(out.dtype)
     return out
+
+
+def _capped(scores: Tensor, softcap: float) -> Tensor:
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
 
 
 def _visible_parts(
@@ -148,6 +152,7 @@ def attention_reference(
     scale: float,
     window: int | None = None,
     rolling: Rolling | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """The reference for prefill, and for decode as chunks of one query, in fp32.
 
@@ -189,5 +194,6 @@ def attention_reference(
                 if rolling is not None and sink_keys:
                     s = len(sink_keys)
                     scores[:s] = mine[:s] @ rolling.q_sink[row, head].float() * scale
+                scores = _capped(scores, softcap)
                 out[row, head] = scores.softmax(0) @ torch.stack(v)[:, head // group]
     return out.to(q.dtype)

@@ -10,25 +10,29 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.quant import Int8Rows, quantize_rows_int8
+from penstock.kernels.types import Activation
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor,
-    total: Tensor | None,
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Tensor,
+    total: Tensor | None, post: Tensor | None = None, factor: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     if residual is None or total is None:
+        assert weight is not None
         return out.copy_(rms_norm_reference(x, weight, eps))
-    torch.add(x, residual, out=total)
+    total.copy_(added_reference(x, residual, eps, post, factor))
+    if weight is None:
+        return total, total
     return out.copy_(rms_norm_reference(total, weight, eps)), total
 
 
 def rms_norm_int8(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
-    total: Tensor | None,
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Int8Rows,
+    total: Tensor | None, post: Tensor | None = None, factor: float = 1.0,
 ) -> Int8Rows:  # fmt: skip
     normed = torch.empty_like(x)
-    rms_norm(x, weight, eps, residual, normed, total)
-    return quantize_int8(normed, out)
+    found = rms_norm(x, weight, eps, residual, normed, total, post, factor)
+    return quantize_int8(found[0] if isinstance(found, tuple) else found, out)
 
 
 def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -40,12 +44,16 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     return out.copy_(rope_reference(q, cos, sin))
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
-    return out.copy_(silu_mul_reference(gate_up))
+def act_mul(gate_up: Tensor, out: Tensor, activation: Activation) -> Tensor:
+    return out.copy_(act_mul_reference(gate_up, activation))
 
 
-def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
-    return quantize_int8(silu_mul_reference(gate_up), out)
+def act_mul_int8(gate_up: Tensor, out: Int8Rows, activation: Activation) -> Int8Rows:
+    return quantize_int8(act_mul_reference(gate_up, activation), out)
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    return x.copy_(soft_cap_reference(x, cap))
 
 
 def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
@@ -63,10 +71,19 @@ def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Ten
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """fp32, rounded to `x.dtype` before and after the weight."""
+    """fp32, rounded to `x.dtype` at the end; before the weight, too, if it has that dtype."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
+    return (weight.float() * normed.to(weight.dtype).float()).to(x.dtype)
+
+
+def added_reference(
+    x: Tensor, residual: Tensor, eps: float, post: Tensor | None, factor: float
+) -> Tensor:
+    """residual + factor * x, with x normed by `post` before, if given; rounded once more."""
+    if post is not None:
+        x = rms_norm_reference(x, post, eps)
+    return (x.float() * factor + residual.float()).to(x.dtype)
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,7 +95,14 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
+def act_mul_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """fp32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    if activation == "silu":
+        return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def soft_cap_reference(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap)."""
+    return torch.tanh(x / cap) * cap

@@ -24,7 +24,7 @@ SPLIT = 256
 
 def decode_attention(
     q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None,
+    rolling: Rolling | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -45,7 +45,7 @@ def decode_attention(
         sink_ends, window_starts, sink_blocks, bases, partial, stats[0], stats[1],
         *scales_of(kv), q.stride(0), q_sink_stride,
         *find_blocks(kv),
-        tables.stride(0), scale, window or 0, num_splits,
+        tables.stride(0), scale, softcap or None, window or 0, num_splits,
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ROWS=max(least_rows, triton.next_power_of_2(group)), DIM_TILE=dim_tile,
         KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(kv, head_dim, dim_tile),
@@ -62,7 +62,7 @@ def decode_attention(
 
 def prefill_attention(
     q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None,
+    rolling: Rolling | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -81,7 +81,7 @@ def prefill_attention(
         q, q_sink, k_cache, v_cache, tables, starts, lens, *rolled, out,
         *scales_of(kv), q.stride(0), q_sink_stride,
         *find_blocks(kv),
-        tables.stride(0), scale, window or 0,
+        tables.stride(0), scale, softcap or None, window or 0,
         NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, QUERY_TILE=query_tile, DIM_TILE=dim_tile,
         KEY_TILE=_key_tile(q, dim_tile), SPLIT_KEYS=SPLIT, **_groups(kv, head_dim, dim_tile),

@@ -1,7 +1,7 @@
 """The Triton kernels that `attention.py` launches, and the steps that they share.
 
-Parameters of `rolling`, `scratch` or `scales` are None where these are None: the compiler then
-omits the code that uses them.
+Parameters of `rolling`, `scratch` or `scales` are None where these are None, and so is a soft cap
+of 0: the compiler then omits the code that uses them.
 """
 
 # Parameters of a kernel are pointers and constants, which Python types do not tell apart.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.attention_cache import find_slots, load_values, score
-from penstock.kernels.triton.attention_order import merge, nothing_seen, soften
+from penstock.kernels.triton.attention_order import capped, merge, nothing_seen, soften
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -47,7 +47,7 @@ def _decode_kernel(
     k_scales_stride, k_scales_at, k_scales_scratch_stride,
     v_block_stride, v_scratch_at, v_scratch_stride,
     v_scales_stride, v_scales_at, v_scales_scratch_stride, num_blocks,
-    table_stride, scale, window, num_splits,
+    table_stride, scale, softcap, window, num_splits,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIM_TILE: tl.constexpr, KEY_TILE: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
@@ -100,9 +100,8 @@ def _decode_kernel(
             v = load_values(
                 values, block, row, seen, dims, num_blocks, q.dtype, HEAD_DIM, GROUPS, GROUPS_TILE
             )
-            top, total, acc = soften(
-                scores, seen[None, :], scale * LOG2_E, top, total, acc, v
-            )  # fmt: skip
+            scores = capped(scores, scale, softcap)
+            top, total, acc = soften(scores, seen[None, :], scale * LOG2_E, top, total, acc, v)
         out_at = (b * NUM_HEADS + row_head) * num_splits + split
         tl.store(partial_ptr + (out_at * HEAD_DIM)[:, None] + dims[None, :], acc, mask=mask)
         tl.store(top_ptr + out_at, top, mask=rows < GROUP)
@@ -144,7 +143,7 @@ def _merge_kernel(
 @triton.jit
 def _attend(
     q, first, end, row_begin, row_end, top, total, acc, keys, values,
-    table_ptr, head, dims, sink_pages, base, num_blocks, scale,
+    table_ptr, head, dims, sink_pages, base, num_blocks, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -160,6 +159,7 @@ def _attend(
             values, block, row, seen, dims, num_blocks, q.dtype, HEAD_DIM, GROUPS, GROUPS_TILE
         )
         visible = (at[None, :] >= row_begin[:, None]) & (at[None, :] < row_end[:, None])
+        scores = capped(scores, scale, softcap)
         part_top, part_total, part = soften(
             scores, visible, scale * LOG2_E, part_top, part_total, part, v
         )
@@ -179,7 +179,7 @@ def _prefill_kernel(
     k_scales_stride, k_scales_at, k_scales_scratch_stride,
     v_block_stride, v_scratch_at, v_scratch_stride,
     v_scales_stride, v_scales_at, v_scales_scratch_stride, num_blocks,
-    table_stride, scale, window,
+    table_stride, scale, softcap, window,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUERY_TILE: tl.constexpr, DIM_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_TILE: tl.constexpr,
@@ -217,7 +217,7 @@ def _prefill_kernel(
             top, total, acc = _attend(
                 q_sink, 0, tl.max(sink_end, 0), tl.zeros_like(sink_end), sink_end, top, total, acc,
                 keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale,
-                HEAD_DIM, BLOCK_SIZE, KEY_TILE, 0, GROUPS, GROUPS_TILE,
+                softcap, HEAD_DIM, BLOCK_SIZE, KEY_TILE, 0, GROUPS, GROUPS_TILE,
             )  # fmt: skip
             starts = tl.load(window_starts_ptr + row, mask=kept, other=0)
             row_begin = tl.maximum(row_begin, starts)
@@ -226,7 +226,7 @@ def _prefill_kernel(
         q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
         top, total, acc = _attend(
             q, oldest, end, row_begin, row_end, top, total, acc,
-            keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale,
+            keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale, softcap,
             HEAD_DIM, BLOCK_SIZE, KEY_TILE, SPLIT_KEYS, GROUPS, GROUPS_TILE,
         )  # fmt: skip
         total = tl.where(total == 0, 1.0, total)  # rows past the chunk

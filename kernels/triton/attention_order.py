@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.rowwise import _tanh
+
 
 @triton.jit
 def nothing_seen(ROWS: tl.constexpr, DIM_TILE: tl.constexpr):
@@ -31,6 +33,15 @@ def _row_sums(x):
         if x.shape[1] > 1:
             x = tl.sum(x.reshape(rows, 2, x.shape[1] // 2), 1)
     return x.reshape(rows)
+
+
+@triton.jit
+def capped(scores, scale, softcap):
+    """Scores that, once scaled, stay below the soft cap, if there is one."""
+    if softcap is not None:
+        cap = softcap / scale
+        scores = _tanh(scores / cap) * cap
+    return scores
 
 
 @triton.jit

@@ -107,12 +107,12 @@ def moe_mlp(
         gate, _ = both.chunk(2, dim=1)
         product: Tensor | Int8Rows
         if down.first.takes_int8:
-            product = rowwise_quant_triton.silu_mul_int8(
+            product = rowwise_quant_triton.act_mul_int8(
                 both,
                 Int8Rows.inside(gate, down.first.row_group, hadamard=down.first.hadamard),
             )
         else:
-            product = rowwise_triton.silu_mul(both, gate)
+            product = rowwise_triton.act_mul(both, gate)
         rows = grouped[first : first + tokens.shape[0]]
         inner_values, inner_scales = matmul_triton.activations(product, down.first)
         grouped_linear(inner_values, inner_scales, down, routes.starts, rows, first)

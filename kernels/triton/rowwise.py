@@ -1,5 +1,5 @@
-"""The Triton kernels of `rowwise.py`: RMSNorm (with residual add), rotary embedding, SiLU * mul;
-and the weighted sum of routed rows of `moe.py`.
+"""The Triton kernels of `rowwise.py`: RMSNorm (with residual add), rotary embedding, activation *
+mul, soft caps; and the weighted sum of routed rows of `moe.py`.
 
 Imported only where it runs: on a GPU, or in Triton's interpreter on CPU tensors. Shapes and meaning
 of the arguments are those of `rowwise.py`.
@@ -14,14 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.types import Activation
+
 
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     residual: Tensor | None,
     out: Tensor,
     total: Tensor | None = None,
+    post: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     heads = x.shape[1] if x.dim() == 3 else 1
     num_rows, dim = x.shape[0] * heads, x.shape[-1]
@@ -33,9 +37,9 @@ def rms_norm(
     tile = triton.next_power_of_2(dim)
     if num_rows:
         _rms_norm_kernel[(num_rows,)](
-            x, added, weight, out, total,
-            x.stride(0), x.stride(-2), added.stride(0), out.stride(0), out.stride(-2), eps,
-            HEADS=heads, DIM=dim, TILE=tile, ADD=residual is not None,
+            x, added, weight, post, out, total,
+            x.stride(0), x.stride(-2), added.stride(0), out.stride(0), out.stride(-2), eps, factor,
+            HEADS=heads, DIM=dim, TILE=tile, ADD=residual is not None, SCALE=factor != 1.0,
             num_warps=min(16, max(1, tile // 512)),
         )  # fmt: skip
     return out if residual is None or total is None else (out, total)
@@ -61,14 +65,23 @@ def rope_to(q: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> Tensor:
+def act_mul(gate_up: Tensor, out: Tensor, activation: Activation = "silu") -> Tensor:
     num_rows, dim = out.shape
     tile = min(1024, triton.next_power_of_2(dim))
     if num_rows:
-        _silu_mul_kernel[(num_rows, triton.cdiv(dim, tile))](
-            gate_up, out, gate_up.stride(0), out.stride(0), dim, TILE=tile
-        )
+        _act_mul_kernel[(num_rows, triton.cdiv(dim, tile))](
+            gate_up, out, gate_up.stride(0), out.stride(0), dim, TILE=tile,
+            GELU=activation == "gelu_tanh",
+        )  # fmt: skip
     return out
+
+
+def soft_cap_(x: Tensor, cap: float) -> Tensor:
+    num_rows, dim = x.shape
+    tile = min(1024, triton.next_power_of_2(dim))
+    if num_rows:
+        _soft_cap_kernel[(num_rows, triton.cdiv(dim, tile))](x, x.stride(0), dim, cap, TILE=tile)
+    return x
 
 
 def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
@@ -84,17 +97,33 @@ def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Ten
 
 
 @triton.jit
-def _normed(x, weight, eps, DIM: tl.constexpr, dtype: tl.constexpr):
-    """A row of fp32 values, normed: rounded to `dtype` before and after the weight."""
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)).to(dtype).to(tl.float32)
+def _normed(x, weight, eps, DIM: tl.constexpr, dtype: tl.constexpr, weight_dtype: tl.constexpr):
+    """A row of fp32 values, normed: rounded to `dtype` in the end, and to the weight's before."""
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)).to(weight_dtype).to(tl.float32)
     return (normed * weight).to(dtype)
 
 
 @triton.jit
+def _added(
+    x, added, post_ptr, i, keep, eps, factor,
+    DIM: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """added + factor * x of a row, in `dtype`; with x normed before, where `post_ptr` is given."""
+    if post_ptr is not None:
+        weight_dtype: tl.constexpr = post_ptr.dtype.element_ty
+        post = tl.load(post_ptr + i, mask=keep, other=0.0).to(tl.float32)
+        x = _normed(x, post, eps, DIM, dtype, weight_dtype).to(tl.float32)
+    if SCALE:
+        x = x * factor
+    return (x + added.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
-    x_ptr, added_ptr, weight_ptr, out_ptr, total_ptr,
-    x_stride, x_head_stride, added_stride, out_stride, out_head_stride, eps,
+    x_ptr, added_ptr, weight_ptr, post_ptr, out_ptr, total_ptr,
+    x_stride, x_head_stride, added_stride, out_stride, out_head_stride, eps, factor,
     HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     """One program a row, read once."""
     row = tl.program_id(0).to(tl.int64)
@@ -106,12 +135,14 @@ def _rms_norm_kernel(
     x = x.to(tl.float32)
     if ADD:
         added = tl.load(added_ptr + token * added_stride + i, mask=keep, other=0.0)
-        total = (x + added.to(tl.float32)).to(dtype)
+        total = _added(x, added, post_ptr, i, keep, eps, factor, DIM, dtype, SCALE)
         tl.store(total_ptr + token * DIM + i, total, mask=keep)
         x = total.to(tl.float32)
-    weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
-    y = _normed(x, weight, eps, DIM, dtype)
-    tl.store(out_ptr + token * out_stride + head * out_head_stride + i, y, mask=keep)
+    if weight_ptr is not None:
+        weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
+        weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
+        y = _normed(x, weight, eps, DIM, dtype, weight_dtype)
+        tl.store(out_ptr + token * out_stride + head * out_head_stride + i, y, mask=keep)
 
 
 @triton.jit
@@ -141,15 +172,44 @@ def _rope_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, out_stride, dim, TILE: tl.constexpr):
+def _tanh(x):
+    """By exp; near 0, where that has no digits left, by the series to x^7."""
+    size, square = tl.abs(x), x * x
+    decay = tl.exp(size * -2.0)
+    small = size * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    found = tl.where(size < 0.15, small, (1.0 - decay) / (1.0 + decay))
+    return tl.where(x < 0, -found, found)
+
+
+@triton.jit
+def _activated(gate, GELU: tl.constexpr):
+    """SiLU; or GELU by tanh, where (1 + tanh(u)) / 2 is the logistic function of 2u."""
+    if GELU:
+        return gate * tl.sigmoid(gate * (gate * gate * 0.044715 + 1.0) * 1.5957691216057308)
+    return gate * tl.sigmoid(gate)
+
+
+@triton.jit
+def _act_mul_kernel(
+    gate_up_ptr, out_ptr, stride, out_stride, dim, TILE: tl.constexpr, GELU: tl.constexpr
+):
     """One program a tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     keep = i < dim
     gate = tl.load(gate_up_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + dim + i, mask=keep, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    y = _activated(gate, GELU) * up
     tl.store(out_ptr + row * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _soft_cap_kernel(x_ptr, stride, dim, cap, TILE: tl.constexpr):
+    """One program a tile of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x = tl.load(x_ptr + row * stride + i, mask=i < dim, other=0.0)
+    tl.store(x_ptr + row * stride + i, _tanh(x / cap) * cap, mask=i < dim)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.quant import FP8_MAX, HADAMARD_BLOCK, MIN_SCALE, Int8Rows
-from penstock.kernels.triton.rowwise import _normed
+from penstock.kernels.triton.rowwise import _activated, _added, _normed
+from penstock.kernels.types import Activation
 
 _INT8_MAX = tl.constexpr(127.0)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -27,27 +28,28 @@ _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: fp32 has no fraction bits there
 
 
 def rms_norm_int8(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Int8Rows,
-    total: Tensor | None,
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, out: Int8Rows,
+    total: Tensor | None, post: Tensor | None = None, factor: float = 1.0,
 ) -> Int8Rows:  # fmt: skip
     num_rows, dim = x.shape
     added = x if residual is None else residual
     if num_rows:
         _rms_norm_int8_kernel[(num_rows,)](
-            x, added, weight, out.codes, out.scales, added if total is None else total,
-            x.stride(0), added.stride(0), out.codes.stride(0), eps,
+            x, added, weight, post, out.codes, out.scales, added if total is None else total,
+            x.stride(0), added.stride(0), out.codes.stride(0), eps, factor,
             DIM=dim, GROUP=_group(dim, out.group), HADAMARD=out.hadamard,
-            ADD=residual is not None, **_row_tile(dim),
+            ADD=residual is not None, SCALE=factor != 1.0, **_row_tile(dim),
         )  # fmt: skip
     return out
 
 
-def silu_mul_int8(gate_up: Tensor, out: Int8Rows) -> Int8Rows:
+def act_mul_int8(gate_up: Tensor, out: Int8Rows, activation: Activation = "silu") -> Int8Rows:
     num_rows, dim = out.codes.shape
     if num_rows:
-        _silu_mul_int8_kernel[(num_rows,)](
+        _act_mul_int8_kernel[(num_rows,)](
             gate_up, out.codes, out.scales, gate_up.stride(0), out.codes.stride(0),
-            DIM=dim, GROUP=_group(dim, out.group), HADAMARD=out.hadamard, **_row_tile(dim),
+            DIM=dim, GROUP=_group(dim, out.group), HADAMARD=out.hadamard,
+            GELU=activation == "gelu_tanh", **_row_tile(dim),
         )  # fmt: skip
     return out
 
@@ -187,37 +189,40 @@ def _quantize_kernel(
 
 @triton.jit
 def _rms_norm_int8_kernel(
-    x_ptr, added_ptr, weight_ptr, codes_ptr, scales_ptr, total_ptr,
-    x_stride, added_stride, codes_stride, eps,
+    x_ptr, added_ptr, weight_ptr, post_ptr, codes_ptr, scales_ptr, total_ptr,
+    x_stride, added_stride, codes_stride, eps, factor,
     DIM: tl.constexpr, GROUP: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
-    ADD: tl.constexpr,
+    ADD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """`_rms_norm_kernel`, and the row quantised where it is."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     keep = i < DIM
     dtype = x_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * x_stride + i, mask=keep, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + row * x_stride + i, mask=keep, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(added_ptr + row * added_stride + i, mask=keep, other=0.0)
-        total = (x + added.to(tl.float32)).to(dtype)
+        total = _added(y, added, post_ptr, i, keep, eps, factor, DIM, dtype, SCALE)
         tl.store(total_ptr + row * DIM + i, total, mask=keep)
-        x = total.to(tl.float32)
-    weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
-    y = _normed(x, weight, eps, DIM, dtype).to(tl.float32)
+        y = total.to(tl.float32)
+    if weight_ptr is not None:
+        weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
+        weight = tl.load(weight_ptr + i, mask=keep, other=0.0).to(tl.float32)
+        y = _normed(y, weight, eps, DIM, dtype, weight_dtype).to(tl.float32)
     _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, HADAMARD, TILE)
 
 
 @triton.jit
-def _silu_mul_int8_kernel(
+def _act_mul_int8_kernel(
     gate_up_ptr, codes_ptr, scales_ptr, stride, codes_stride,
     DIM: tl.constexpr, GROUP: tl.constexpr, HADAMARD: tl.constexpr, TILE: tl.constexpr,
+    GELU: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, rounded as `_silu_mul_kernel` does."""
+    """One program a row, rounded as `_act_mul_kernel` does."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)
     keep = i < DIM
     gate = tl.load(gate_up_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + DIM + i, mask=keep, other=0.0).to(tl.float32)
-    y = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
+    y = (_activated(gate, GELU) * up).to(gate_up_ptr.dtype.element_ty).to(tl.float32)
     _store_int8(y, codes_ptr, scales_ptr, row, codes_stride, i, keep, DIM, GROUP, HADAMARD, TILE)

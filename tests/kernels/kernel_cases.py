@@ -127,7 +127,12 @@ def starts_of(lens: Sequence[int], device: str = "cpu") -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, paged: Paged, query_lens: Sequence[int], scale: float, window: int | None
+    q: Tensor,
+    paged: Paged,
+    query_lens: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """The oracle's oracle: float64, from the keys as they were drawn, not through the cache."""
     group, out = q.shape[1] // paged.k_cache.shape[1], []
@@ -139,6 +144,8 @@ def dense_attention(
         distance = at - torch.arange(context, device=q.device)[None, :]
         hidden = (distance < 0) | (distance >= (window or context))
         scores = rows.double().transpose(0, 1) @ k.transpose(1, 2) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out.append((weights @ v).transpose(0, 1))
     return torch.cat(out).to(q.dtype)

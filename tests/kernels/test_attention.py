@@ -87,6 +87,27 @@ def test_decode_is_the_dense_result(cpu_path, shape):
     assert_close(y, dense_attention(q, case, [1] * len(CONTEXTS), 0.125, window))
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_scores_under_a_soft_cap(cpu_path, dtype, window):
+    """A cap of 0.7 holds most scores back; decode rows and chunks agree to the bit as ever."""
+    query_lens = [1, 15, 1, 16, 40, 70]
+    case = paged(CONTEXTS, num_kv_heads=2, head_dim=64, dtype=dtype)
+    q = (3 * torch.randn(sum(query_lens), 6, 64)).to(dtype)
+    y = prefill(q, case, query_lens, window=window, softcap=0.7)
+    assert_close(y, dense_attention(q, case, query_lens, 0.125, window, softcap=0.7))
+    assert (y - prefill(q, case, query_lens, window=window)).abs().max() > 0.1
+    reference = attention_torch.attention_reference(
+        q, case.kv, case.prefill(query_lens), scale=0.125, window=window, softcap=0.7
+    )
+    assert_close(y, reference)
+    last = torch.tensor(query_lens).cumsum(0) - 1
+    rows = decode(q[last], case, window=window, softcap=0.7)
+    assert_close(rows, y[last])
+    if attention.backend_name(q, case.kv) == "native":
+        assert torch.equal(rows, y[last])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_prefill_is_the_dense_result(cpu_path, shape):
     dtype, group, num_kv_heads, head_dim, block_size, window = shape

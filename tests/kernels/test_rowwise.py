@@ -1,4 +1,5 @@
-"""RMSNorm, rotary embedding and SiLU * mul on the CPU, against the references and by hand."""
+"""RMSNorm, rotary embedding, activation * mul and soft caps on the CPU, against the references and
+by hand."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import pytest
 import torch
 
 from penstock.kernels import rowwise
+from penstock.kernels.cpu import native
+from penstock.kernels.quant import quantize_rows_int8
 from penstock.kernels.reference.rowwise import rms_norm_reference
 from tests.kernels.kernel_cases import assert_close
 
@@ -49,6 +52,43 @@ def test_rms_norm_with_residual_in_place(cpu_path, dtype):
         assert y is target and h is stream
         assert torch.equal(y, want)
         assert torch.equal(h, total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+def test_rms_norm_of_what_is_normed_and_scaled_before_it_is_added(cpu_path, dtype, is_wide, factor):
+    """Every placement of the norms, weights in the rows' dtype and in fp32, and in place."""
+    x, residual = torch.randn(2, 5, 100).to(dtype)
+    weight, post = torch.randn(2, 100).to(torch.float32 if is_wide else dtype)
+    for w in (weight, None):
+        for p in (post, None):
+            added = x if p is None else rms_norm_reference(x, p, 1e-5)
+            want = (residual.double() + factor * added.double()).to(dtype)
+            stream = residual.clone()
+            y, h = rowwise.rms_norm(
+                x, w, 1e-5, residual=stream, total=stream, post=p, factor=factor
+            )
+            assert h is stream
+            assert_close(h, want)
+            assert_close(y, h if w is None else rms_norm_reference(h, w, 1e-5))
+            rows = rowwise.rms_norm_int8(
+                x, w, 1e-5, residual=residual.clone(), group=16, post=p, factor=factor,
+                total=torch.empty_like(stream),
+            )  # fmt: skip
+            codes, scales = quantize_rows_int8(y, 16)
+            assert torch.equal(rows.codes, codes) and torch.equal(rows.scales, scales)
+
+
+def test_a_wide_weight_multiplies_the_unrounded_value(cpu_path):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    oracle = Gemma3RMSNorm(896, eps=1e-6)
+    oracle.weight.data = 3 * torch.randn(896)
+    x = torch.randn(9, 896).to(BF16)
+    y = rowwise.rms_norm(x, oracle.weight.data + 1.0, 1e-6)
+    assert y.dtype == BF16
+    assert (y != oracle(x)).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,29 +146,29 @@ def test_rope_to_leaves_q_and_has_the_bits_of_rope(cpu_path, dtype, head_dim, ro
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (33, 500)])
-def test_silu_mul(cpu_path, dtype, shape):
+def test_act_mul(cpu_path, dtype, shape):
     gate_up = 3 * torch.randn(shape[0], 2 * shape[1]).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     truth = (torch.nn.functional.silu(gate) * up).to(dtype)
-    assert_close(rowwise.silu_mul(gate_up), truth)
+    assert_close(rowwise.act_mul(gate_up), truth)
     out = torch.empty(shape, dtype=dtype)
-    assert rowwise.silu_mul(gate_up, out) is out
+    assert rowwise.act_mul(gate_up, out) is out
     assert_close(out, truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul_where_the_gate_was(cpu_path, dtype):
+def test_act_mul_where_the_gate_was(cpu_path, dtype):
     gate_up = torch.randn(7, 2 * 65).to(dtype)
-    up, want = gate_up[:, 65:].clone(), rowwise.silu_mul(gate_up)
+    up, want = gate_up[:, 65:].clone(), rowwise.act_mul(gate_up)
     gate = gate_up[:, :65]
-    assert rowwise.silu_mul(gate_up, gate) is gate
+    assert rowwise.act_mul(gate_up, gate) is gate
     assert torch.equal(gate, want)
     assert torch.equal(gate_up[:, 65:], up)
 
 
-def test_silu_mul_far_out(cpu_path):
+def test_act_mul_far_out(cpu_path):
     gate = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4]])
-    y = rowwise.silu_mul(torch.cat((gate, torch.ones_like(gate)), -1))
+    y = rowwise.act_mul(torch.cat((gate, torch.ones_like(gate)), -1))
     torch.testing.assert_close(y, torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-30)
 
 
@@ -138,7 +178,7 @@ def test_every_bf16_value_is_read_as_it_is_and_rounded_to_the_nearest_even(cpu_p
     gate = torch.full_like(up, 33.0)
     want = (33 * up.float()).to(BF16)
     for width in (1 << 16, 47):  # whole vectors, and a rest
-        y = rowwise.silu_mul(torch.cat((gate[:width], up[:width])).view(1, -1))
+        y = rowwise.act_mul(torch.cat((gate[:width], up[:width])).view(1, -1))
         same = y.view(torch.int16) == want[:width].view(torch.int16)
         assert (same | (y.isnan() & want[:width].isnan())).all()
     assert want.isnan().any() and want.isinf().any() and ((want != 0) & (want.abs() < 1e-38)).any()
@@ -155,7 +195,7 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtype):
         rowwise.rope_(q, k, angle[rows].cos(), angle[rows].sin())
         normed = rowwise.rms_norm(x[rows], weight, 1e-5, residual=residual[rows])
         other = rowwise.rope_to(q, angle[rows].cos(), angle[rows].sin(), torch.empty_like(q))
-        return [q, k, other, *normed, rowwise.silu_mul(x[rows, :900])]
+        return [q, k, other, *normed, rowwise.act_mul(x[rows, :900])]
 
     together = run(slice(None))
     torch.set_num_threads(2)
@@ -164,3 +204,28 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtype):
     for row in (0, 1, 99, 199):
         for alone, batch in zip(run(slice(row, row + 1)), together, strict=True):
             assert torch.equal(alone[0], batch[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_by_tanh(cpu_path, dtype):
+    gate_up = (3 * torch.randn(4, 2 * 77)).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    want = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    y = rowwise.act_mul(gate_up, activation="gelu_tanh")
+    assert_close(y, want.to(dtype))
+    assert (y - rowwise.act_mul(gate_up)).abs().max() > 0.1
+    rows = rowwise.act_mul_int8(gate_up, activation="gelu_tanh", group=16)
+    codes, scales = quantize_rows_int8(y, 16)
+    assert torch.equal(rows.codes, codes) and torch.equal(rows.scales, scales)
+
+
+def test_soft_cap(cpu_path):
+    """Small values keep their digits, large ones stop at the cap; a row's length is no matter."""
+    x = torch.randn(5, 203) * torch.tensor([[1e-6], [0.1], [1.0], [30.0], [1e4]])
+    want = torch.tanh(x.double() / 30.0) * 30.0
+    for width in (203, 64, 1):
+        some = x[:, :width].clone()
+        assert rowwise.soft_cap_(some, 30.0) is some
+        torch.testing.assert_close(some.double(), want[:, :width], rtol=1e-6, atol=1e-30)
+        if width < 203 and native.usable(x) is not None:
+            assert torch.equal(some, rowwise.soft_cap_(x.clone(), 30.0)[:, :width])

@@ -69,15 +69,15 @@ def test_rms_norm(cpu_path, dtype, shape, group, hadamard):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_silu_mul(cpu_path, dtype, shape, group, hadamard):
+def test_act_mul(cpu_path, dtype, shape, group, hadamard):
     half = shape[1]
     gate_up = trapped(torch.randn(shape[0], 2 * half).to(dtype))
-    product = rowwise.silu_mul(gate_up)
-    rows = rowwise.silu_mul_int8(gate_up, group=group, hadamard=hadamard)
+    product = rowwise.act_mul(gate_up)
+    rows = rowwise.act_mul_int8(gate_up, group=group, hadamard=hadamard)
     assert_rows(rows, product, group, hadamard)
     up = gate_up[:, half:].clone()
     inside = Int8Rows.inside(gate_up[:, :half], group, hadamard=hadamard)
-    in_place = rowwise.silu_mul_int8(gate_up, out=inside)
+    in_place = rowwise.act_mul_int8(gate_up, out=inside)
     assert_rows(in_place, product, group, hadamard)
     assert in_place.codes.data_ptr() == gate_up.data_ptr()
     assert torch.equal(gate_up[:, half:].nan_to_num(), up.nan_to_num())
@@ -85,7 +85,7 @@ def test_silu_mul(cpu_path, dtype, shape, group, hadamard):
 
 def test_no_rows(cpu_path):
     assert rowwise.rms_norm_int8(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
-    assert rowwise.silu_mul_int8(torch.empty(0, 8)).shape == (0, 4)
+    assert rowwise.act_mul_int8(torch.empty(0, 8)).shape == (0, 4)
 
 
 def test_scales_lie_in_given_memory(cpu_path):

@@ -56,6 +56,6 @@ def test_the_shape_of_smollm2_is_that_of_its_file():
     read, known = ModelConfig.from_pretrained(file), SHAPES["SmolLM2-135M"]
     for name in (
         *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-        *("intermediate_size", "tie_word_embeddings", "max_position_embeddings", "rope"),
+        *("intermediate_size", "tie_word_embeddings", "max_position_embeddings", "ropes"),
     ):
         assert getattr(read, name) == getattr(known, name), name

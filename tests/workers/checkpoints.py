@@ -55,12 +55,56 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+_ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
+_SMALL_YARN = {**_YARN, "original_max_position_embeddings": 16}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
+    "original_max_position_embeddings": 512,
+    "partial_rotary_factor": 0.5,
+}
+_NESTED = {
+    "full_attention": {**_YARN, "truncate": False},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 7000.0},
+}
+_GEMMA = {**_DENSE, "head_dim": 24, "sliding_window": 13, "query_pre_attn_scalar": 30}
+_PHI3 = {**_DENSE, "hidden_size": 96}
+_MINISTRAL3 = {**_WIDE, "rope_parameters": {**_SMALL_YARN, "llama_4_scaling_beta": 0.1}}
+
 # name -> (transformers' model type, its configuration)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _DENSE),
     "mistral": ("mistral", {**_WIDE, "sliding_window": None}),
     "qwen2": ("qwen2", _DENSE),
     "qwen3": ("qwen3", {**_DENSE, "head_dim": 24}),
+    "ministral": (
+        "ministral",
+        {**_WIDE, "sliding_window": 13, "layer_types": _ALTERNATING},
+    ),
+    "ministral3": ("ministral3", _MINISTRAL3),
+    "granite": (
+        "granite",
+        {
+            **_DENSE,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {**_WIDE, "attention_bias": True}),
+    "phi3": ("phi3", _PHI3),
+    "olmo2": ("olmo2", _DENSE),
+    "olmo3": ("olmo3", {**_DENSE, "sliding_window": 13, "rope_parameters": _NESTED}),
+    "glm4": ("glm4", {**_DENSE, "head_dim": 24, "attention_bias": True}),
+    "gemma2": (
+        "gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3_text": ("gemma3_text", {**_GEMMA, "sliding_window_pattern": 2}),
     "mixtral": ("mixtral", {**_DENSE, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": ("qwen2_moe", _QWEN2_MOE),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 24, "norm_topk_prob": True}),
@@ -95,6 +139,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "smollm3-window-bias": (
+        "smollm3",
+        {
+            **_DENSE,
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": 13,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "seed_oss-out-bias": (
+        "seed_oss",
+        {**_DENSE, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "phi3-longrope": ("phi3", {**_PHI3, "rope_parameters": _LONGROPE}),
+    "gemma3_text-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 5.0}),
     "mixtral-window": ("mixtral", {**_DENSE, "num_local_experts": 3, "sliding_window": 13}),
     "qwen2-window": ("qwen2", {**_DENSE, **_SLIDING}),
     "qwen3-window-bias": ("qwen3", {**_DENSE, **_SLIDING, "attention_bias": True}),
@@ -128,7 +189,7 @@ def make_checkpoint(name: str = "llama") -> Path:
     model = random_model(model_type, settings)
     folder = _root() / name
     model.save_pretrained(folder)
-    if model_type == "ministral":
+    if name == "mistral-layer-types":
         config = folder / "config.json"
         text = config.read_text().replace("MinistralFor", "MistralFor")
         config.write_text(text.replace('"ministral"', '"mistral"'))
@@ -137,14 +198,21 @@ def make_checkpoint(name: str = "llama") -> Path:
 
 def random_model(model_type: str, settings: dict[str, Any], seed: int = 0) -> Any:
     """transformers' own model of this configuration with random weights, in fp32."""
-    generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    return randomised(model, seed)
+
+
+def randomised(model: Any, seed: int = 0) -> Any:
+    """`model` with random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    # Gemma scales its embeddings, and its head is the same table: larger ones would repeat a token.
+    embedding = 0.04 if "gemma" in model.config.model_type else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.normal_(1.0, 0.2, generator=generator)
             else:
-                weight.normal_(0.0, 1.0 if "embed" in name else 0.2, generator=generator)
+                weight.normal_(0.0, embedding if "embed" in name else 0.2, generator=generator)
     return model.eval()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +44,8 @@ def test_every_family_is_recognised_by_its_config_alone(architecture: str):
     assert config.moe_layers == (moe,) * 3
     assert config.num_experts == (5 if moe else 0)
     assert config.num_experts_per_token == (2 if moe else 0)
-    assert config.sliding_window == (None,) * 3
+    slides = {"ministral": 1, "olmo3": 3, "gemma2": 2, "gemma3_text": 2}
+    assert sum(window is not None for window in config.sliding_window) == slides.get(name, 0)
     assert config.dtype == "fp32"
     assert config.eos_token_ids == (2,)
 
@@ -88,27 +91,39 @@ def test_code_that_a_checkpoint_brings_along_is_never_run(tmp_path: Path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", "mystery"])
+@pytest.mark.parametrize("kind", ["dynamic", "proportional", "mystery"])
 def test_rope_scaling_that_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str):
-    half = 8
-    scaling = {"rope_type": kind, "factor": 2.0, "short_factor": [1.0] * half}
-    scaling |= {"long_factor": [2.0] * half, "original_max_position_embeddings": 64}
+    scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64}
     with pytest.raises(ConfigError, match=f"{kind}"):
         config_of(tmp_path, rope_scaling=scaling)
 
 
+def test_longrope_has_the_factors_of_the_longest_context_that_is_served(tmp_path: Path):
+    short, long = [float(i + 1) for i in range(8)], [float(2 * i + 1) for i in range(8)]
+    scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling["original_max_position_embeddings"] = 64
+    config = config_of(tmp_path, rope_scaling=scaling)
+    (rope,) = config.ropes
+    assert rope.attention_factor == pytest.approx((1 + math.log(8) / math.log(64)) ** 0.5)
+    for served, factors in ((None, long), (65, long), (64, short), (1, short)):
+        assert config.for_length(served).ropes[0].factors == tuple(factors), served
+    with pytest.raises(ConfigError, match="8 positive long_factor"):
+        config_of(tmp_path, rope_scaling={**scaling, "long_factor": [0.0, *long[1:]]})
+
+
 def test_rope_settings_of_older_configs(tmp_path: Path):
     config = config_of(tmp_path, rope_theta=1234.0, rope_scaling={"type": "linear", "factor": 2.0})
-    assert (config.rope.type, config.rope.theta, config.rope.factor) == ("linear", 1234.0, 2.0)
-    assert config.rope.rotary_dim == 16
+    (rope,) = config.ropes
+    assert (rope.type, rope.theta, rope.factor) == ("linear", 1234.0, 2.0)
+    assert rope.rotary_dim == 16
     partial = config_of(tmp_path, partial_rotary_factor=0.25)
-    assert partial.rope.rotary_dim == 4
-    assert partial.rope.theta == 10000.0
+    assert partial.ropes[0].rotary_dim == 4
+    assert partial.ropes[0].theta == 10000.0
 
 
 def test_yarn_takes_its_factor_from_the_contexts_where_it_is_null(tmp_path: Path):
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
-    assert config_of(tmp_path, rope_scaling=scaling).rope.factor == 8.0
+    assert config_of(tmp_path, rope_scaling=scaling).ropes[0].factor == 8.0
 
 
 def test_eos_ids_are_those_of_both_files(tmp_path: Path):

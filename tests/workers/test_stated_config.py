@@ -89,7 +89,7 @@ def test_the_older_form_of_the_hub(tmp_path: Path) -> None:
     assert stated_in_full(stated) is not None
     config = read(tmp_path)
     assert config == by_transformers(tmp_path)
-    assert isinstance(config, ModelConfig) and config.rope.theta == 500000.0
+    assert isinstance(config, ModelConfig) and config.ropes[0].theta == 500000.0
 
 
 @pytest.mark.parametrize("name", BUILTIN)

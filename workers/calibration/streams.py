@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear, pack_linear
-from penstock.kernels.rowwise import rms_norm, silu_mul
+from penstock.kernels.rowwise import act_mul, rms_norm
 from penstock.kernels.types import PackedLinear
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.calibration.windows import WindowRunner
@@ -48,7 +48,7 @@ class Stream:
         """What the down projection is given, for the inputs x(0) ... x(count - 1) of the gate and
         up projections `modules`."""
         packed = self._packed(modules)
-        return [silu_mul(linear(x(i), packed)) for i in range(count)]
+        return [act_mul(linear(x(i), packed)) for i in range(count)]
 
     def add(self, module: str, x: Sequence[Tensor]) -> None:
         """Add what the linear layer `module` makes of `x` to the states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from penstock.workers.weights.sources import CheckpointWeights
@@ -14,12 +15,16 @@ class ReplacedWeights:
         self.source = source
         self.replaced: dict[str, Tensor] = {}
 
+    @property
+    def device(self) -> str:
+        return self.source.device
+
     def __contains__(self, name: str) -> bool:
         return name in self.source
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         found = self.replaced.get(name)
-        return self.source.take(name, *shape) if found is None else found
+        return self.source.take(name, *shape, dtype=dtype) if found is None else found
 
     def has_linear(self, module: str) -> bool:
         return self.source.has_linear(module)

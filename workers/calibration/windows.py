@@ -9,7 +9,7 @@ from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import Attention, AttentionInputs
+from penstock.workers.models.layers import Attention, AttentionInputs, Turn
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope
 
@@ -27,7 +27,7 @@ class WindowRunner:
         plan = activation_plan(config, torch.float32)
         self._workspace = ws = Workspace.allocate(plan, length, cpu)
         positions = torch.arange(length)
-        rope = Rope(config.rope, config.max_position_embeddings, cpu)
+        rope = Rope(config.ropes[0], config.max_position_embeddings, cpu)
         rope.write_tables(positions, ws.cos, ws.sin, ws.angles, ws.turned)
         none = torch.zeros(0, dtype=torch.int32)
         self._inputs = AttentionInputs(
@@ -45,7 +45,8 @@ class WindowRunner:
     def attend(self, attention: Attention, x: Tensor) -> Tensor:
         """What the output projection is given, [T, heads * head_dim], for normed states `x`
         [T, hidden]."""
-        attention(x, self._workspace, self._inputs, self._kv, None)
+        (turn,) = Turn.all_in(self._workspace, 1)
+        attention(x, self._workspace, self._inputs, self._kv, turn, None)
         return self._workspace.attended.clone()
 
     def routed(self, mlp: MoeMlp, x: Tensor) -> Tensor:

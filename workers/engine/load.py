@@ -112,6 +112,7 @@ def load_configured(
         progress=progress,
         experts=experts,
         rank=rank,
+        max_model_len=config.max_model_len,
     )
 
 

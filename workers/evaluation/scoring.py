@@ -23,6 +23,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.step import PromptLogits
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.layers import LogitScaling
 from penstock.workers.request import Delta, Request, RequestError, SamplingParams
 
 OnTokens = Callable[[int], object]  # told how many tokens were scored or generated
@@ -31,15 +32,17 @@ OnTokens = Callable[[int], object]  # told how many tokens were scored or genera
 class BaseDistribution:
     """The baseline's distribution of every scored token, made again when it is asked for."""
 
-    def __init__(self, hidden: Tensor, lm_head: PackedLinear):
+    def __init__(self, hidden: Tensor, lm_head: PackedLinear, scaling: LogitScaling):
         """`hidden` [windows, tokens, hidden] as the baseline's decoder gave it."""
         self._hidden = hidden
         self._lm_head = lm_head
+        self._scaling = scaling
 
     def logprobs(self, window: int, rows: slice) -> Tensor:
         """fp64 [R, vocab] of the tokens that follow `rows` of a window."""
         hidden = self._hidden[window, rows]
-        return linear(hidden, self._lm_head).double().log_softmax(dim=-1)
+        logits = self._scaling.apply_(linear(hidden, self._lm_head).float())
+        return logits.double().log_softmax(dim=-1)
 
 
 class WindowScores:
@@ -69,6 +72,7 @@ class WindowScores:
             self._hidden = torch.empty(size, dtype=decoder.dtype, device=device)
         self._base = base
         self._lm_head = decoder.lm_head
+        self._scaling = decoder.logit_scaling
         self._on_tokens = on_tokens
 
     def score(self, engine: Engine, context: dict[str, Any]) -> None:
@@ -115,7 +119,7 @@ class WindowScores:
     def base(self) -> BaseDistribution:
         """These scores' distribution as the baseline of others; they have kept hidden states."""
         assert self._hidden is not None
-        return BaseDistribution(self._hidden, self._lm_head)
+        return BaseDistribution(self._hidden, self._lm_head, self._scaling)
 
 
 def greedy(

@@ -18,7 +18,11 @@ class TensorNames:
     """
 
     attention_norm: str = "input_layernorm"  # of the attention's input
+    attention_out_norm: str = "post_attention_layernorm"  # of its output, where that is normed
     mlp_norm: str = "post_attention_layernorm"  # of the MLP's input
+    mlp_out_norm: str = "post_feedforward_layernorm"  # of its output, where that is normed
+    qkv: str | None = None  # self_attn.{}: q, k and v in one matrix
+    gate_up: str | None = None  # mlp.{}: gate and up in one matrix
     moe: str = "mlp"  # the block of a layer with routed experts: {moe}.gate, {moe}.experts.N
     older_moe: str | None = None  # where else that block may lie
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
@@ -37,9 +41,12 @@ class Family:
 
     `read`: from the attributes of transformers' configuration, the fields of ModelConfig that
     differ from those of reading.py. It raises ConfigError for what the decoder does not have.
+    `adjacent_pairs`: the rows of q and k that turn together are neighbours, and are put in the
+    order that rotary embedding has here while they load.
     """
 
     architecture: str  # as config.json names it
     model_type: str
     read: Callable[[Any], Fields]
     names: TensorNames = TensorNames()
+    adjacent_pairs: bool = False

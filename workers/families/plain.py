@@ -1,21 +1,18 @@
-"""Dense families that differ from Llama in biases, windows and norms of q and k only."""
+"""Dense pre-norm families: they differ from Llama in biases, windows, norms of q and k, layers
+without rotary embedding, and scales.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from penstock.workers.families.family import Fields
-from penstock.workers.families.reading import attention_biases, windows_by_layer
+from penstock.workers.families.reading import attention_biases, window_of, windows_by_layer
 
 
 def llama(hf: Any) -> Fields:
     """It never slides, whatever else config.json holds."""
     return {**attention_biases(hf), "mlp_bias": bool(getattr(hf, "mlp_bias", False))}
-
-
-def mistral(hf: Any) -> Fields:
-    """Without biases."""
-    return {"sliding_window": windows_by_layer(hf)}
 
 
 def qwen2(hf: Any) -> Fields:
@@ -25,3 +22,33 @@ def qwen2(hf: Any) -> Fields:
 
 def qwen3(hf: Any) -> Fields:
     return {"sliding_window": windows_by_layer(hf), **attention_biases(hf), "qk_norm": "head"}
+
+
+def seed_oss(hf: Any) -> Fields:
+    return {
+        "qkv_bias": bool(hf.attention_bias),
+        "o_bias": bool(hf.attention_out_bias),
+        "mlp_bias": bool(hf.mlp_bias),
+    }
+
+
+def smollm3(hf: Any) -> Fields:
+    """`no_rope_layers` has a 1 for each layer with rotary embedding; those without may slide."""
+    windows = windows_by_layer(hf) if hf.use_sliding_window and window_of(hf) else None
+    return {
+        **llama(hf),
+        **({} if windows is None else {"sliding_window": windows}),
+        "layer_ropes": tuple(
+            0 if has_rope else None for has_rope in hf.no_rope_layers[: hf.num_hidden_layers]
+        ),
+    }
+
+
+def granite(hf: Any) -> Fields:
+    return {
+        **llama(hf),
+        "embedding_scale": float(hf.embedding_multiplier),
+        "residual_scale": float(hf.residual_multiplier),
+        "attention_scale": float(hf.attention_multiplier),
+        "logits_divisor": float(hf.logits_scaling),
+    }

@@ -92,7 +92,8 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     arrays: the fused projection with the queries for the sinks, the output projection, gate and up,
     the arrays of routed experts, and before the first layer the angles. In addition cos and sin,
     for absolute positions and for those relative to the sinks, and `num_scales` of int8 rows, whose
-    codes overwrite the values that they are made from.
+    codes overwrite the values that they are made from. Several rotary embeddings have a table each,
+    one after the other in `cos` and so on.
     """
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim
@@ -100,7 +101,8 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     num_experts = config.num_experts if any(config.moe_layers) else 0
     shared = config.shared_expert_intermediate_size if num_experts else 0
     routed_inner = 2 * max(config.moe_intermediate_size, shared)
-    half, fp32, fp64 = config.rope.rotary_dim // 2, torch.float32, torch.float64
+    half, fp32, fp64 = config.rotary_dim // 2, torch.float32, torch.float64
+    all_halves = half * len(config.ropes)
     wide: Region = (
         (Array("angles", half, fp64), Array("turned", half, fp64)),
         (Array("qkv", qkv, dtype), Array("q_sink", heads, dtype)),
@@ -115,8 +117,10 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
             Array("shared", hidden * (shared > 0), dtype),
         ),
     )
-    tables = tuple(Array(name, half, fp32) for name in ("cos", "sin", "sink_cos", "sink_sin"))
+    turns = ("cos", "sin", "sink_cos", "sink_sin")
+    tables = tuple(Array(name, all_halves, fp32) for name in turns)
     tables += (Array("row_scales", num_scales, fp32),)
+    tables += (Array("query_scales", config.query_scaling is not None, fp32),)
     return BufferPlan(
         (
             ((Array("residual", hidden, dtype),),),
@@ -161,6 +165,7 @@ class Workspace:
     sink_cos: Tensor
     sink_sin: Tensor
     row_scales: Tensor  # [T, most groups], of the int8 rows of the moment
+    query_scales: Tensor  # [T, 1], or without columns
 
     @classmethod
     def allocate(cls, plan: BufferPlan, num_rows: int, device: torch.device) -> Workspace:

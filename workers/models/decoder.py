@@ -1,4 +1,4 @@
-"""One pre-norm decoder for all supported model families, which differ in their ModelConfig only."""
+"""One decoder for all supported model families, which differ in their ModelConfig only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows, num_groups
-from penstock.kernels.rowwise import rms_norm, rms_norm_int8
+from penstock.kernels.rowwise import quantize_int8, rms_norm, rms_norm_int8
 from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
-from penstock.workers.models.layers import AttentionInputs
-from penstock.workers.models.rope import Rope
+from penstock.workers.models.layers import AttentionInputs, LogitScaling, Turn
+from penstock.workers.models.rope import Rope, write_query_scales
 from penstock.workers.models.weight_summary import linears_of, weight_facts
 from penstock.workers.stats import RankStats
 
@@ -54,9 +54,14 @@ class Decoder:
         slots = () if routed is None else routed.cache.table
         cached = [packed for slot in slots for packed in slot.widest]
         self.weights = weight_facts(layers, embedding, final_norm, lm_head, cached)
-        self.rope = Rope(config.rope, config.max_position_embeddings, self.device)
+        context = config.max_position_embeddings
+        self.ropes = [Rope(each, context, self.device) for each in config.ropes]
+        self.logit_scaling = LogitScaling.of(config)
+        # Rounded as the models' own code has it: a scalar of the activations' dtype.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         # Each layer's MLP output is added and normalised with the next layer's norm, which writes
-        # int8 rows at once, in its form, if that layer takes them.
+        # int8 rows at once, in its form, if that layer takes them. Without such a norm the rows are
+        # those of the residual stream.
         self._next_norms = [layer.attention_norm for layer in layers[1:]] + [final_norm]
         parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
         self._row_forms = [part.row_form for part in parts]
@@ -91,22 +96,24 @@ class Decoder:
         ws: Workspace,
         moe_rows: StepRows | None = None,
     ) -> None:
-        """Write the layers' inputs into the workspace: embeddings, cos and sin."""
+        """Write the layers' inputs into the workspace: embeddings, cos and sin, query scales."""
         if self.routed is not None:
             self.routed.rows = moe_rows
-        self.rope.write_tables(positions, ws.cos, ws.sin, ws.angles, ws.turned)
-        if inputs.rolling is not None:
-            self.rope.write_tables(
-                inputs.rolling.sink_positions, ws.sink_cos, ws.sink_sin, ws.angles, ws.turned
-            )
+        for rope, turn in zip(self.ropes, Turn.all_in(ws, len(self.ropes))):
+            rope.write_tables(positions, turn.cos, turn.sin, ws.angles, ws.turned)
+            if inputs.rolling is not None:
+                at = inputs.rolling.sink_positions
+                rope.write_tables(at, turn.sink_cos, turn.sink_sin, ws.angles, ws.turned)
+        if self.config.query_scaling is not None:
+            write_query_scales(self.config.query_scaling, positions, ws.query_scales)
         torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
+        if self._embedding_scale != 1.0:
+            ws.residual.mul_(self._embedding_scale)
 
     def run_layers(
         self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
     ) -> Tensor:
         """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]."""
-        eps, hidden = self.config.rms_norm_eps, ws.residual
-        first = self.layers[0]
         of_form = {  # the codes lie in the same memory, whatever groups they have
             form: Int8Rows.inside(ws.normed, form[0], ws.row_scales, hadamard=form[1])
             for form in set(self._row_forms)
@@ -117,18 +124,17 @@ class Decoder:
         if inputs.rolling is not None:
             q_sink = self.sink_queries(ws).unflatten(1, (-1, self.config.head_dim))
             rolled = inputs.rolling.split(q_sink, inputs.num_decode)
-        x: Tensor | Int8Rows
-        if rows[0] is not None:
-            x = rms_norm_int8(hidden, first.attention_norm, eps, out=rows[0])
-        else:
-            x = rms_norm(hidden, first.attention_norm, eps, out=ws.normed)
-        for layer, next_norm, mlp_rows, next_rows, cache in zip(
-            self.layers, self._next_norms, rows[1::2], rows[2::2], kv_layers, strict=True
+        turns = Turn.all_in(ws, len(self.ropes))
+        x = self._first_norm(self.layers[0].attention_norm, ws, rows[0])
+        for index, (layer, next_norm, mlp_rows, next_rows, cache) in enumerate(
+            zip(self.layers, self._next_norms, rows[1::2], rows[2::2], kv_layers, strict=True)
         ):
-            y = layer.attention(x, ws, inputs, cache, rolled)
-            x = self._add_norm(y, layer.mlp_norm, ws, mlp_rows)
+            rope = self.config.rope_of(index)
+            turn = None if rope is None else turns[rope]
+            y = layer.attention(x, ws, inputs, cache, turn, rolled)
+            x = self._add_norm(y, layer.attention_out_norm, layer.mlp_norm, ws, mlp_rows)
             y = layer.mlp(x, ws)
-            x = self._add_norm(y, next_norm, ws, next_rows)
+            x = self._add_norm(y, layer.mlp_out_norm, next_norm, ws, next_rows)
         return ws.normed
 
     def ranks(self) -> tuple[RankStats, ...]:
@@ -144,14 +150,37 @@ class Decoder:
         """[T, heads * head_dim], for the queries that are turned towards the sinks."""
         return ws.q_sink
 
-    def _add_norm(
-        self, y: Tensor, weight: Tensor, ws: Workspace, rows: Int8Rows | None
+    def _first_norm(
+        self, weight: Tensor | None, ws: Workspace, rows: Int8Rows | None
     ) -> Tensor | Int8Rows:
-        """The residual stream grows by `y`; its norm lies where the last one did, maybe as int8."""
+        """The input of the first layer: the norm of the embeddings, or these themselves."""
         hidden, eps = ws.residual, self.config.rms_norm_eps
+        if weight is None:
+            return hidden if rows is None else quantize_int8(hidden, out=rows)
         if rows is not None:
-            return rms_norm_int8(y, weight, eps, residual=hidden, out=rows, total=hidden)
-        return rms_norm(y, weight, eps, residual=hidden, out=ws.normed, total=hidden)[0]
+            return rms_norm_int8(hidden, weight, eps, out=rows)
+        return rms_norm(hidden, weight, eps, out=ws.normed)
+
+    def _add_norm(
+        self,
+        y: Tensor,
+        out_norm: Tensor | None,
+        next_norm: Tensor | None,
+        ws: Workspace,
+        rows: Int8Rows | None,
+    ) -> Tensor | Int8Rows:
+        """The residual stream grows by `y`, which may be normed and scaled before; its norm, or
+        itself, is what comes next, maybe as int8, where the last one lay. One pass."""
+        hidden, eps, factor = ws.residual, self.config.rms_norm_eps, self.config.residual_scale
+        if rows is not None:
+            return rms_norm_int8(
+                y, next_norm, eps, residual=hidden, out=rows, total=hidden, post=out_norm,
+                factor=factor,
+            )  # fmt: skip
+        return rms_norm(
+            y, next_norm, eps, residual=hidden, out=ws.normed, total=hidden, post=out_norm,
+            factor=factor,
+        )[0]  # fmt: skip
 
     @torch.inference_mode()
     def logits(
@@ -162,7 +191,9 @@ class Decoder:
         `narrow` [R, vocab] of the model's dtype holds them before, where that is not fp32.
         """
         if out is None:
-            return linear(hidden, self.lm_head).float()
-        if self.dtype == torch.float32:
-            return linear(hidden, self.lm_head, out=out)
-        return out.copy_(linear(hidden, self.lm_head, out=narrow))
+            out = linear(hidden, self.lm_head).float()
+        elif self.dtype == torch.float32:
+            linear(hidden, self.lm_head, out=out)
+        else:
+            out.copy_(linear(hidden, self.lm_head, out=narrow))
+        return self.logit_scaling.apply_(out)

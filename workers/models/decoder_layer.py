@@ -1,4 +1,4 @@
-"""One layer of the decoder: two norms, attention, and a dense or an expert MLP."""
+"""One layer of the decoder: its norms, attention, and a dense or an expert MLP."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from penstock.workers.models.moe import MoeMlp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer; the norm weights are [hidden]."""
+    """One layer; the norm weights are [hidden], None where the model has no such norm."""
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None  # of the attention's input
     attention: Attention
-    mlp_norm: Tensor
+    attention_out_norm: Tensor | None  # of its output
+    mlp_norm: Tensor | None
     mlp: Mlp | MoeMlp
+    mlp_out_norm: Tensor | None
+
+    @property
+    def norms(self) -> list[Tensor]:
+        own = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
+        return [norm for norm in own if norm is not None]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from penstock.kernels.attention import decode_attention, prefill_attention, rope_write_kv
+from penstock.kernels.attention import (
+    decode_attention,
+    prefill_attention,
+    rope_write_kv,
+    write_kv,
+)
 from penstock.kernels.matmul import linear
 from penstock.kernels.moe import gated_mlp
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_to
-from penstock.kernels.types import DecodeBatch, PackedLinear, PagedKv, PrefillBatch, Rolling
+from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_to, soft_cap_
+from penstock.kernels.types import (
+    Activation,
+    DecodeBatch,
+    PackedLinear,
+    PagedKv,
+    PrefillBatch,
+    Rolling,
+)
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
 
@@ -23,6 +35,15 @@ class RolledRows:
     q_sink: Tensor  # [T, heads, head_dim], which each layer writes; both parts are views of it
     decode: Rolling
     prefill: Rolling
+
+    def unturned(self, q: Tensor) -> RolledRows:
+        """For a layer without rotary embedding: distance is nothing to it, and `q` serves all."""
+        num_decode = self.decode.q_sink.shape[0]
+        return RolledRows(
+            q,
+            replace(self.decode, q_sink=q[:num_decode]),
+            replace(self.prefill, q_sink=q[num_decode:]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +93,30 @@ class AttentionInputs:
     rolling: RollingInputs | None = None  # None: every row sees its whole context
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One rotary embedding of a step's rows, fp32 [T, rotary_dim / 2] each; see Workspace."""
+
+    cos: Tensor
+    sin: Tensor
+    sink_cos: Tensor
+    sink_sin: Tensor
+
+    @classmethod
+    def all_in(cls, ws: Workspace, count: int) -> list[Turn]:
+        """The `count` rotary embeddings of a model, in its order."""
+        each = [_parts(table, count) for table in (ws.cos, ws.sin, ws.sink_cos, ws.sink_sin)]
+        return [cls(*tables) for tables in zip(*each, strict=True)]
+
+
+def _parts(table: Tensor, count: int) -> list[Tensor]:
+    """[T, count * n] as `count` dense [T, n], one after the other in the same memory."""
+    if count == 1:
+        return [table]
+    num_rows, columns = table.shape
+    return list(table.view(-1).view(count, num_rows, columns // count).unbind(0))
+
+
 class Attention:
     """Causal grouped-query attention of one layer, from normed hidden states to the output."""
 
@@ -93,6 +138,8 @@ class Attention:
         self.norm_over_all_heads = config.qk_norm == "full"
         self.eps = config.rms_norm_eps
         self.clip = config.clip_qkv
+        self.softcap = config.attention_softcap
+        self.scales_queries = config.query_scaling is not None
         self.row_form = qkv.row_form
 
     def __call__(
@@ -101,15 +148,16 @@ class Attention:
         workspace: Workspace,
         inputs: AttentionInputs,
         kv: PagedKv,
+        turn: Turn | None,
         rolled: RolledRows | None,
     ) -> Tensor:
         """`x` [T, hidden] -> [T, hidden] in R3; K and V of all rows are in the cache afterwards.
 
-        `x` may lie in R2, which is overwritten. Int8 rows have `row_form`.
-        `rolled`: `inputs.rolling` split, if there is any.
+        `x` may lie in R2, which is overwritten. Int8 rows have `row_form`. `turn`: this layer's
+        rotary embedding; None: it has none. `rolled`: `inputs.rolling` split, if there is any.
         """
         attended = self.attend(
-            x, workspace, inputs, kv, rolled, qkv=workspace.qkv, attended=workspace.attended
+            x, workspace, inputs, kv, turn, rolled, qkv=workspace.qkv, attended=workspace.attended
         )
         return linear(rows_for(self.o, attended, workspace), self.o, out=workspace.projected)
 
@@ -119,6 +167,7 @@ class Attention:
         workspace: Workspace,
         inputs: AttentionInputs,
         kv: PagedKv,
+        turn: Turn | None,
         rolled: RolledRows | None,
         *,
         qkv: Tensor,
@@ -134,9 +183,15 @@ class Attention:
         if self.clip is not None:
             for part in (q, k, v):
                 part.clamp_(-self.clip, self.clip)
-        if rolled is not None:  # evicted tokens reduce the distance to the sinks
-            rope_to(q, workspace.sink_cos, workspace.sink_sin, out=rolled.q_sink)
-        rope_write_kv(q, k, v, workspace.cos, workspace.sin, kv, inputs.slots)
+        if self.scales_queries:
+            q.mul_(workspace.query_scales[:, :, None])
+        if turn is None:
+            write_kv(k, v, kv, inputs.slots)
+            rolled = None if rolled is None else rolled.unturned(q)
+        else:
+            if rolled is not None:  # evicted tokens reduce the distance to the sinks
+                rope_to(q, turn.sink_cos, turn.sink_sin, out=rolled.q_sink)
+            rope_write_kv(q, k, v, turn.cos, turn.sin, kv, inputs.slots)
         self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
         return attended
 
@@ -164,6 +219,7 @@ class Attention:
                 inputs.decode,
                 scale=self.scale,
                 window=self.window,
+                softcap=self.softcap,
                 out=out[:num_decode],
                 rolling=None if rolled is None else rolled.decode,
             )
@@ -174,6 +230,7 @@ class Attention:
                 inputs.prefill,
                 scale=self.scale,
                 window=self.window,
+                softcap=self.softcap,
                 out=out[num_decode:],
                 rolling=None if rolled is None else rolled.prefill,
             )
@@ -188,11 +245,12 @@ def rows_for(weight: PackedLinear, x: Tensor, workspace: Workspace) -> Tensor | 
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+    """down(activation(gate(x)) * up(x)), gate and up in one matrix."""
 
-    def __init__(self, gate_up: PackedLinear, down: PackedLinear):
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear, activation: Activation = "silu"):
         self.gate_up = gate_up
         self.down = down
+        self.activation = activation
         self.row_form = gate_up.row_form
 
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
@@ -204,4 +262,23 @@ class Mlp:
             workspace.gate_up,
             out=workspace.normed,
             scales=workspace.row_scales,
+            activation=self.activation,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScaling:
+    """What becomes of the head's products: a division, then a soft cap; 1 and 0: nothing."""
+
+    divisor: float
+    softcap: float
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> LogitScaling:
+        return cls(config.logits_divisor, config.logits_softcap)
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """In place, of fp32 [R, vocab]."""
+        if self.divisor != 1.0:
+            logits.div_(self.divisor)
+        return soft_cap_(logits, self.softcap) if self.softcap else logits

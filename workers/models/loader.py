@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ from penstock.workers.quantization import (
 from penstock.workers.weights.checkpoint import StoredTensor, is_headless, open_checkpoint
 from penstock.workers.weights.gguf import open_gguf
 from penstock.workers.weights.hub import resolve_model
-from penstock.workers.weights.joined import joined
+from penstock.workers.weights.joined import joined, selected
 from penstock.workers.weights.sources import (
     DTYPES,
     CheckpointWeights,
@@ -70,6 +71,7 @@ def load_model(
     progress: bool | Report = True,
     experts: ExpertSettings | None = None,
     rank: Rank | None = None,
+    max_model_len: int | None = None,
 ) -> Decoder:
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
 
@@ -82,12 +84,15 @@ def load_model(
     becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. `progress`: who is told
     of it; True: a bar if stderr is a terminal; False: nobody. With `experts`, routed experts stay
     in host memory and are served from an expert cache, which `Decoder.close` ends. `rank`: load
-    only what this rank of a group computes. Raises ConfigError for an unusable config and
-    LoadError, naming file and tensor, for weights that do not match it.
+    only what this rank of a group computes. `max_model_len`: the longest context that is served,
+    which decides between the rotary embeddings of LongRoPE; None: the model's positions. Raises
+    ConfigError for an unusable config and LoadError, naming file and tensor, for weights that do
+    not match it.
     """
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
+    config = config.for_length(max_model_len)
     plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
     plan = dataclasses.replace(plan, int8_group=int8_group, int4=int4)
     routed, in_expert_file = None, set[str]()
@@ -199,7 +204,8 @@ class _Builder:
         self.shard = None if rank is None else Shard(config, rank.number, rank.num_ranks)
         self.routed = routed
         self.config = config
-        self.names = FAMILIES[config.architecture].names
+        self.family = FAMILIES[config.architecture]
+        self.names = self.family.names
         self.source = source
         self.plan = plan
         self.dtype = DTYPES[config.dtype]
@@ -218,7 +224,7 @@ class _Builder:
         embedding = source.take(f"{table}.weight", vocab, hidden)
         output: Tensor | QuantizedWeight = embedding
         if head != table:
-            output = self._rows(head, vocab, hidden)
+            output = source.take_linear(head, self._num_rows(head, vocab), hidden)
             if isinstance(output, Tensor) and torch.equal(output.to(self.dtype), embedding):
                 output = embedding  # one copy where the packed form can share it
         layers = [self._layer(index) for index in range(config.num_layers)]
@@ -227,12 +233,12 @@ class _Builder:
                 [
                     RoutedLayer(index, layer.mlp_norm, layer.mlp.choose)
                     for index, layer in enumerate(layers)
-                    if isinstance(layer.mlp, MoeMlp)
+                    if isinstance(layer.mlp, MoeMlp) and layer.mlp_norm is not None
                 ]
             )
-        final_norm = source.take("model.norm.weight", hidden)
+        final_norm = self._norm("model.norm", hidden)
         if self.rank is not None and self.shard is not None:
-            if head == table or config.tie_word_embeddings:
+            if head not in self.in_part:
                 output = cut(output, self.shard.vocab)
             own = self._packed(output, None, self.plan.head)
             exchange = self.rank.exchange_for(config, embedding.device)
@@ -249,15 +255,27 @@ class _Builder:
         )
 
     def _layer(self, index: int) -> DecoderLayer:
+        names, place = self.names, self.config.norm_place
+
+        def norm(name: str, is_there: bool) -> Tensor | None:
+            hidden = self.config.hidden_size
+            return self._norm(f"model.layers.{index}.{name}", hidden) if is_there else None
+
         return DecoderLayer(
-            attention_norm=self._norm(index, self.names.attention_norm),
+            attention_norm=norm(names.attention_norm, place != "post"),
             attention=self.attention(index),
-            mlp_norm=self._norm(index, self.names.mlp_norm),
+            attention_out_norm=norm(names.attention_out_norm, place != "pre"),
+            mlp_norm=norm(names.mlp_norm, place != "post"),
             mlp=self.mlp(index),
+            mlp_out_norm=norm(names.mlp_out_norm, place != "pre"),
         )
 
-    def _norm(self, index: int, name: str) -> Tensor:
-        return self.source.take(f"model.layers.{index}.{name}.weight", self.config.hidden_size)
+    def _norm(self, name: str, size: int) -> Tensor:
+        """The weight of a norm; one that is stored with an offset stays in fp32."""
+        offset = self.config.norm_offset
+        if not offset:
+            return self.source.take(f"{name}.weight", size)
+        return self.source.take(f"{name}.weight", size, dtype=torch.float32) + offset
 
     def mlp(self, index: int) -> Mlp | MoeMlp:
         if self.config.moe_layers[index]:
@@ -275,10 +293,11 @@ class _Builder:
         if config.qk_norm != "none":
             full = config.qk_norm == "full"
             norms = (
-                self.source.take(f"{name}.q_norm.weight", q_size if full else dim),
-                self.source.take(f"{name}.k_norm.weight", kv_size if full else dim),
+                self._norm(f"{name}.q_norm", q_size if full else dim),
+                self._norm(f"{name}.k_norm", kv_size if full else dim),
             )
-        qkv = self._fused(parts, hidden, self.plan.format, config.qkv_bias)
+        stored_as = self.names.qkv and f"{name}.{self.names.qkv}"
+        qkv = self._fused(parts, hidden, self.plan.format, config.qkv_bias, stored_as)
         o = self._fused({f"{name}.o_proj": hidden}, q_size, self.plan.of_o(), config.o_bias)
         if self.shard is not None:
             return ShardAttention(self.shard.own_config, index, qkv, o, norms)
@@ -288,9 +307,11 @@ class _Builder:
         gate_up = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
         down = {f"{name}.down_proj": self.config.hidden_size}
         kind = Mlp if self.shard is None else ShardMlp
+        stored_as = self.names.gate_up and f"{name}.{self.names.gate_up}"
         return kind(
-            self._fused(gate_up, self.config.hidden_size, self.plan.format, bias),
+            self._fused(gate_up, self.config.hidden_size, self.plan.format, bias, stored_as),
             self._fused(down, inner, self.plan.format, bias),
+            self.config.activation,
         )
 
     def _moe(self, index: int) -> MoeMlp:
@@ -338,26 +359,53 @@ class _Builder:
         in_features: int,
         format: QuantizedFormat | None,
         bias: bool = False,
+        stored_as: str | None = None,
     ) -> PackedLinear:
-        """Linears over the same input as one packed matrix. `parts`: name -> out features."""
+        """Linears over the same input as one packed matrix. `parts`: name -> out features.
+
+        `stored_as`: the name under which all of them may be stored, one after the other."""
+        stored = parts
+        if stored_as is not None and self.source.has_linear(stored_as):
+            stored = {stored_as: sum(parts.values())}
         take = self.source.take
-        weights = [self._rows(name, size, in_features) for name, size in parts.items()]
-        biases = [take(f"{name}.bias", size) for name, size in parts.items()] if bias else []
-        if self.shard is not None:
-            spans = [self.shard.rows_of(name) for name in parts]
-            biases = [
-                b if span is None else b[span.first : span.end] for b, span in zip(biases, spans)
+        weights = [
+            self.source.take_linear(name, self._num_rows(name, size), in_features)
+            for name, size in stored.items()
+        ]
+        biases = [take(f"{name}.bias", size) for name, size in stored.items()] if bias else []
+        if self.shard is not None or self.family.adjacent_pairs:
+            rows = [self._rows(name, size) for name, size in parts.items()]
+            if len(stored) < len(parts):
+                starts = accumulate(parts.values(), initial=0)
+                rows = [torch.cat([each + start for each, start in zip(rows, starts)])]
+            weights = [
+                selected(weight, each - self._first_row(name))
+                if name not in self.in_part or self.family.adjacent_pairs
+                else weight
+                for name, weight, each in zip(stored, weights, rows, strict=True)
             ]
+            biases = [each_bias[each] for each_bias, each in zip(biases, rows)]
         return self._packed(joined(weights), torch.cat(biases) if bias else None, format)
 
-    def _rows(self, module: str, size: int, in_features: int) -> Tensor | QuantizedWeight:
-        """A weight [size, in_features], or this rank's rows of it."""
+    def _rows(self, module: str, size: int) -> Tensor:
+        """Which of the stored outputs of a linear are computed here, in which order."""
+        rows = torch.arange(size, device=self.source.device)
+        if self.family.adjacent_pairs and module.endswith((".q_proj", ".k_proj")):
+            heads = rows.view(-1, self.config.head_dim)
+            turning, rest = heads.tensor_split([self.config.rotary_dim], dim=1)
+            rows = torch.cat([turning[:, 0::2], turning[:, 1::2], rest], dim=1).flatten()
         span = None if self.shard is None else self.shard.rows_of(module)
-        if span is None:
-            return self.source.take_linear(module, size, in_features)
-        if module in self.in_part:
-            return self.source.take_linear(module, span.size, in_features)
-        return cut(self.source.take_linear(module, size, in_features), span)
+        return rows if span is None else rows[span.first : span.end]
+
+    def _num_rows(self, module: str, size: int) -> int:
+        """How many rows the source has of a weight: all, or this rank's."""
+        span = None if self.shard is None else self.shard.rows_of(module)
+        return span.size if span is not None and module in self.in_part else size
+
+    def _first_row(self, module: str) -> int:
+        """The number of the first of them."""
+        span = None if self.shard is None else self.shard.rows_of(module)
+        return span.first if span is not None and module in self.in_part else 0
 
     def _packed(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, format: QuantizedFormat | None

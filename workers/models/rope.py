@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.workers.rope_config import RopeConfig
+from penstock.workers.rope_config import QueryScaling, RopeConfig
 
 
 class Rope:
@@ -48,6 +48,15 @@ class Rope:
                 table.mul_(self.attention_factor)
 
 
+def write_query_scales(scaling: QueryScaling, positions: Tensor, out: Tensor) -> None:
+    """The factor of each row's queries at `positions` int64 [T], into `out` fp32 [T, 1].
+
+    In fp64 and rounded: the bits of a row do not depend on its place in the batch.
+    """
+    periods = torch.div(positions, scaling.period, rounding_mode="floor")
+    out.copy_(1 + scaling.beta * torch.log(1 + periods.double())[:, None])
+
+
 def inverse_frequencies(config: RopeConfig) -> Tensor:
     """Radians per position of each rotated pair, fp32 [rotary_dim/2].
 
@@ -63,6 +72,8 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
         return _yarn(config, powers)
     if config.type == "factors":
         return 1.0 / powers / torch.tensor(config.factors)
+    if config.type == "longrope":
+        return 1.0 / (torch.tensor(config.factors) * powers)
     assert config.type == "default"
     return 1.0 / powers
 

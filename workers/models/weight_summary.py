@@ -72,7 +72,7 @@ def linears_of(layers: Sequence[DecoderLayer]) -> Iterator[PackedLinear]:
 
 def _tensors(layers: Sequence[DecoderLayer], linears: Sequence[PackedLinear]) -> Iterator[Tensor]:
     for layer in layers:
-        yield from (layer.attention_norm, layer.mlp_norm)
+        yield from layer.norms
         yield from layer.attention.qk_norms or ()
     for packed in linears:
         if packed.bias is not None:

@@ -35,6 +35,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
     shared = num_moe * 3 * d * model.shared_expert_intermediate_size
     routers = num_moe * d * (model.num_experts + (shared > 0))
     biases = model.qkv_bias * (q + 2 * kv) + model.o_bias * d
+    norms = 4 if model.norm_place == "sandwich" else 2
     qk_norms = {"none": 0, "head": 2 * model.head_dim, "full": q + kv}[model.qk_norm]
     mlp_biases = model.mlp_bias * (layers - num_moe) * (2 * model.intermediate_size + d)
     return Parameters(
@@ -42,7 +43,7 @@ def count_parameters(model: ModelConfig) -> Parameters:
         head=0 if model.tie_word_embeddings else model.vocab_size * d,
         linear=attention + dense + shared,
         routed=num_moe * model.num_experts * 3 * d * model.moe_intermediate_size,
-        other=layers * (2 * d + biases + qk_norms) + d + routers + mlp_biases,
+        other=layers * (norms * d + biases + qk_norms) + d + routers + mlp_biases,
         output=layers * q * d,
         output_rows=layers * d,
         linear_rows=layers * (q + 2 * kv + d)

@@ -38,7 +38,7 @@ def _shape(
         rms_norm_eps=1e-5,
         tie_word_embeddings=tied,
         max_position_embeddings=context,
-        rope=RopeConfig(theta, head_dim),
+        ropes=(RopeConfig(theta, head_dim),),
         sliding_window=(None,) * layers,
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm="head" if architecture.startswith("Qwen3") else "none",

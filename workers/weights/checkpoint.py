@@ -20,6 +20,12 @@ from penstock.workers.model_config import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 PREFIX = "model."  # of the names of all tensors but the LM head
+# Of a language model with other parts, images' for one, by older and by newer files.
+_TEXT_PREFIXES = {
+    "language_model.model.": PREFIX,
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": PREFIX,
+}
 INDEX_NAME = "model.safetensors.index.json"
 BYTES_PER_ELEMENT = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2,
@@ -90,16 +96,28 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `folder`, single or sharded, by name.
 
     Of a model that was saved without its LM head, the names are given the `model.` that they lack:
-    see `is_headless`. Raises LoadError if there is no safetensors file, or if the headers, the
+    see `is_headless`. Of a model of several parts, only its language model's are returned, as if
+    they were all. Raises LoadError if there is no safetensors file, or if the headers, the
     index and the file sizes contradict each other.
     """
     tensors = _open(folder)
+    if any(name.startswith(tuple(_TEXT_PREFIXES)) for name in tensors):
+        return _of_text(tensors)
     if "embed_tokens.weight" not in tensors:
         return tensors
     return {
         name if name.startswith("lm_head") else f"{PREFIX}{name}": stored
         for name, stored in tensors.items()
     }
+
+
+def _of_text(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    found = {name: each for name, each in tensors.items() if name.startswith("lm_head.")}
+    for name, stored in tensors.items():
+        for prefix, ours in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                found[f"{ours}{name.removeprefix(prefix)}"] = stored
+    return found
 
 
 def is_headless(tensors: Mapping[str, StoredTensor]) -> bool:

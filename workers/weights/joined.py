@@ -48,6 +48,24 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     )
 
 
+def selected(weight: Tensor | QuantizedWeight, rows: slice | Tensor) -> Tensor | QuantizedWeight:
+    """These rows of a weight [out, in]: codes and scales lie by row in every format."""
+    if isinstance(weight, Tensor):
+        return weight[rows]
+
+    def some(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[rows]
+
+    return replace(
+        weight,
+        codes=weight.codes[rows],
+        scales=weight.scales[rows],
+        zeros=some(weight.zeros),
+        steps=some(weight.steps),
+        offsets=some(weight.offsets),
+    )
+
+
 def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
     """The weight on `device`."""
 

@@ -53,7 +53,8 @@ log = logging.getLogger("penstock.quantize")
 
 # The linear layers of all families; routers, embeddings and norms have other names.
 _LINEAR = re.compile(
-    r"\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|experts\.\d+\.w[123])\.weight$"
+    r"\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj"
+    r"|experts\.\d+\.w[123])\.weight$"
 )
 _ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")

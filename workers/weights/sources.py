@@ -78,10 +78,13 @@ def planned(
 class WeightSource(Protocol):
     """A source of a decoder's weights, taken one at a time."""
 
+    @property
+    def device(self) -> str: ...
+
     def __contains__(self, name: str) -> bool: ...
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name` of `shape`, in the model's dtype and on its device."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name` of `shape` on the model's device, in `dtype` or else the model's."""
 
     def has_linear(self, module: str) -> bool:
         """Whether `module` has a weight, quantised or not."""
@@ -116,8 +119,8 @@ class CheckpointWeights:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        return self._take(name, shape).to(device=self.device, dtype=self.dtype)
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self._take(name, shape).to(device=self.device, dtype=dtype or self.dtype)
 
     def has_linear(self, module: str) -> bool:
         return f"{module}.weight" in self or self._is_quantized(module)
@@ -168,16 +171,19 @@ class CheckpointWeights:
 
 
 class RandomWeights:
-    """Normal matrices, zero biases, unit norms."""
+    """Normal matrices, zero biases, unit norms. Each linear is a matrix of its own."""
 
     def __init__(self, config: ModelConfig, seed: int, device: str):
         self.tied = config.tie_word_embeddings
         self.dtype = DTYPES[config.dtype]
         self.device = device
+        self.norm = 1.0 - config.norm_offset
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __contains__(self, name: str) -> bool:
-        return "block_sparse_moe" not in name and not (self.tied and name == "lm_head.weight")
+        fused = name.endswith(("qkv_proj.weight", "gate_up_proj.weight"))
+        is_other = "block_sparse_moe" in name or fused
+        return not is_other and not (self.tied and name == "lm_head.weight")
 
     def has_linear(self, module: str) -> bool:
         return f"{module}.weight" in self
@@ -185,8 +191,8 @@ class RandomWeights:
     def take_linear(self, module: str, *shape: int) -> Tensor:
         return self.take(f"{module}.weight", *shape)
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         if len(shape) == 1:
-            return tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+            return tensor.fill_(0.0 if name.endswith(".bias") else self.norm)
         return tensor.normal_(0.0, 0.02, generator=self._generator)

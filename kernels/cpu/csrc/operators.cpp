@@ -26,7 +26,7 @@ OPERATOR(prefill, AttentionArgs)
 OPERATOR(rms_norm, RmsNormArgs)
 OPERATOR(rope, RopeArgs)
 OPERATOR(rope_to, RopeToArgs)
-OPERATOR(silu_mul, SiluMulArgs)
+OPERATOR(act_mul, ActMulArgs)
 OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 OPERATOR(hadamard, HadamardArgs)
@@ -40,6 +40,7 @@ EXPORTED(rope_write_kv, RopeWriteArgs) {
         rope_write_kv<bf16>(*args);
 }
 EXPORTED(sample, SampleArgs) { sample(*args); }
+EXPORTED(soft_cap, SoftCapArgs) { soft_cap(*args); }
 EXPORTED(gather, GatherArgs) { gather(*args); }
 
 // Calls of exported functions, as kernels/cpu/replay.py recorded them.

@@ -1,6 +1,7 @@
-// Row-wise operators: RMSNorm, rotary embedding, SiLU * mul, and the weighted sum of routed rows.
-// A stride over tokens is free everywhere; what a row holds lies in one piece. RMSNorm and SiLU * mul
-// write rows of T, or the int8 codes of just those rows: a row is made where it stays in the cache.
+// Row-wise operators: RMSNorm, rotary embedding, activation * mul, soft caps, and the weighted sum of
+// routed rows. A stride over tokens is free everywhere; what a row holds lies in one piece. RMSNorm and
+// activation * mul write rows of T, or the int8 codes of just those rows: a row is made where it stays in
+// the cache.
 
 #pragma once
 
@@ -24,10 +25,13 @@ struct RmsNormArgs {
     int64_t x_token_stride, x_head_stride;
     const void* residual;  // [tokens, dim], or null; only with heads == 1
     int64_t residual_stride;
-    const void* weight;
+    const void* weight;  // null: only the sum is wanted, and perhaps its codes
+    const void* post;    // of the norm of x before it is added, or null
+    double factor;       // of what is added
+    int64_t wide;        // the weights are fp32, whatever the rows are
     void* out;
     int64_t out_token_stride, out_head_stride;
-    void* sum;  // [tokens, dim], dense: x + residual
+    void* sum;  // [tokens, dim], dense: factor * x + residual
     int64_t tokens, heads, dim;
     double eps;
     int64_t threads;
@@ -35,7 +39,8 @@ struct RmsNormArgs {
 };
 LAYOUT(RmsNormArgs,
        FIELD(dtype) FIELD(x) FIELD(x_token_stride) FIELD(x_head_stride) FIELD(residual)
-       FIELD(residual_stride) FIELD(weight) FIELD(out) FIELD(out_token_stride) FIELD(out_head_stride)
+       FIELD(residual_stride) FIELD(weight) FIELD(post) FIELD(factor) FIELD(wide) FIELD(out)
+       FIELD(out_token_stride) FIELD(out_head_stride)
        FIELD(sum) FIELD(tokens) FIELD(heads) FIELD(dim) FIELD(eps) FIELD(threads) CODES_FIELDS(int8))
 
 struct RopeArgs {
@@ -64,17 +69,26 @@ LAYOUT(RopeToArgs,
        FIELD(dtype) FIELD(q) FIELD(q_stride) FIELD(out) FIELD(out_stride) FIELD(cos) FIELD(sin)
        FIELD(tokens) FIELD(heads) FIELD(dim) FIELD(half) FIELD(threads))
 
-struct SiluMulArgs {
+struct ActMulArgs {
     int64_t dtype;
     const void* gate_up;
     int64_t stride;
     void* out;
-    int64_t out_stride, rows, dim, threads;
+    int64_t out_stride, rows, dim, activation, threads;
     CodesArgs int8;  // in place of `out`
 };
-LAYOUT(SiluMulArgs,
+LAYOUT(ActMulArgs,
        FIELD(dtype) FIELD(gate_up) FIELD(stride) FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(dim)
-       FIELD(threads) CODES_FIELDS(int8))
+       FIELD(activation) FIELD(threads) CODES_FIELDS(int8))
+
+struct SoftCapArgs {
+    float* x;  // [rows, dim]
+    int64_t stride, rows, dim;
+    double cap;
+    int64_t threads;
+};
+LAYOUT(SoftCapArgs,
+       FIELD(x) FIELD(stride) FIELD(rows) FIELD(dim) FIELD(cap) FIELD(threads))
 
 struct CombineArgs {
     int64_t dtype;
@@ -137,10 +151,29 @@ void hadamard(const HadamardArgs& a) {
         hadamard_row((const T*)a.x + t * a.stride, a.dim, a.out + t * a.dim);
 }
 
+// A weight of T multiplies the normed value rounded to T, one in fp32 the normed value itself.
+template <class T, class V>
+INLINE vf weighed(vf x, float scale, const V* weight, int64_t d, int64_t left) {
+    const vf normed = std::is_same<T, V>::value ? rounded_to<T>(x * scale) : x * scale;
+    return normed * load_up_to(weight + d, left);
+}
+
 template <class T>
-void rms_norm(const RmsNormArgs& a) {
+INLINE float norm_scale(const T* row, int64_t dim, double eps) {
+    vf squares = {};
+    for (int64_t d = 0; d < dim; d += W) {
+        const vf value = load_up_to(row + d, dim - d);
+        squares += value * value;
+    }
+    return 1.0f / std::sqrt(sum_lanes(squares) / (float)dim + (float)eps);
+}
+
+// V: of the weights.
+template <class T, class V>
+void rms_norm_of(const RmsNormArgs& a) {
     const int64_t dim = a.dim;
-    const T* weight = (const T*)a.weight;
+    const V *weight = (const V*)a.weight, *post = (const V*)a.post;
+    const float factor = (float)a.factor;
 #pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * dim > GRAIN)
     for (int64_t row = 0; row < a.tokens * a.heads; ++row) {
         const int64_t t = row / a.heads, h = row % a.heads;
@@ -150,14 +183,30 @@ void rms_norm(const RmsNormArgs& a) {
         if (a.residual) {
             const T* residual = (const T*)a.residual + t * a.residual_stride;
             T* sum = (T*)a.sum + t * dim;
-            for (int64_t d = 0; d < dim; d += W) {
-                const int64_t left = dim - d;
-                const vf value =
-                    rounded_to<T>(load_up_to(from + d, left) + load_up_to(residual + d, left));
-                store_up_to(sum + d, value, left);
-                squares += value * value;
+            const auto add = [&](auto added) {
+                for (int64_t d = 0; d < dim; d += W) {
+                    const int64_t left = dim - d;
+                    const vf value = rounded_to<T>(added(d, left) + load_up_to(residual + d, left));
+                    store_up_to(sum + d, value, left);
+                    squares += value * value;
+                }
+            };
+            if (post) {
+                const float scale = norm_scale(from, dim, a.eps);
+                add([&](int64_t d, int64_t left) {
+                    const vf x = load_up_to(from + d, left);
+                    return rounded_to<T>(weighed<T>(x, scale, post, d, left)) * factor;
+                });
+            } else if (factor != 1.0f) {
+                add([&](int64_t d, int64_t left) { return load_up_to(from + d, left) * factor; });
+            } else {
+                add([&](int64_t d, int64_t left) { return load_up_to(from + d, left); });
             }
             from = sum;
+            if (!weight) {
+                write_row(a.int8, t, sum, dim);
+                continue;
+            }
         } else {
             for (int64_t d = 0; d < dim; d += W) {
                 const vf value = load_up_to(from + d, dim - d);
@@ -166,11 +215,17 @@ void rms_norm(const RmsNormArgs& a) {
         }
         const float scale = 1.0f / std::sqrt(sum_lanes(squares) / (float)dim + (float)a.eps);
         for (int64_t d = 0; d < dim; d += W) {
-            const vf normed = rounded_to<T>(load_up_to(from + d, dim - d) * scale);
-            store_up_to(to + d, normed * load_up_to(weight + d, dim - d), dim - d);
+            const int64_t left = dim - d;
+            store_up_to(to + d, weighed<T>(load_up_to(from + d, left), scale, weight, d, left), left);
         }
         write_row(a.int8, t, to, dim);
     }
+}
+
+template <class T>
+void rms_norm(const RmsNormArgs& a) {
+    if (a.wide) rms_norm_of<T, float>(a);
+    else rms_norm_of<T, T>(a);
 }
 
 template <class T>
@@ -208,8 +263,17 @@ void rope_to(const RopeToArgs& a) {
                      a.cos + t * a.half, a.sin + t * a.half, a.half);
 }
 
-template <class T>
-void silu_mul(const SiluMulArgs& a) {
+enum Activation { SILU, GELU_TANH };
+
+template <int A>
+INLINE vf activated(vf g) {
+    // GELU by tanh: x (1 + tanh(u)) / 2 is x times the logistic function of 2u.
+    const vf u = A == SILU ? g : g * (g * g * 0.044715f + 1.0f) * 1.5957691216057308f;
+    return g / (1.0f + vexp(-u));
+}
+
+template <class T, int A>
+void act_mul_of(const ActMulArgs& a) {
     const int64_t dim = a.dim;
 #pragma omp parallel for num_threads((int)a.threads) if (a.rows * dim > GRAIN / 4)
     for (int64_t row = 0; row < a.rows; ++row) {
@@ -217,9 +281,26 @@ void silu_mul(const SiluMulArgs& a) {
         T* out = row_of<T>(a.out, row * a.out_stride, a.int8, dim);
         for (int64_t d = 0; d < dim; d += W) {
             const vf g = load_up_to(gate + d, dim - d), u = load_up_to(up + d, dim - d);
-            store_up_to(out + d, g / (1.0f + vexp(-g)) * u, dim - d);
+            store_up_to(out + d, activated<A>(g) * u, dim - d);
         }
         write_row(a.int8, row, out, dim);
+    }
+}
+
+template <class T>
+void act_mul(const ActMulArgs& a) {
+    if (a.activation == GELU_TANH) act_mul_of<T, GELU_TANH>(a);
+    else act_mul_of<T, SILU>(a);
+}
+
+// x = cap * tanh(x / cap)
+inline void soft_cap(const SoftCapArgs& a) {
+    const float cap = (float)a.cap;
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN / 4)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        float* x = a.x + row * a.stride;
+        for (int64_t d = 0; d < a.dim; d += W)
+            store_up_to(x + d, vtanh(load_up_to(x + d, a.dim - d) / cap) * cap, a.dim - d);
     }
 }
 

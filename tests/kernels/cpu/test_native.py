@@ -16,7 +16,7 @@ import torch
 
 from penstock.kernels import attention, matmul, quant, rowwise
 from penstock.kernels.cpu import native
-from penstock.kernels.reference.rowwise import rms_norm_reference, silu_mul_reference
+from penstock.kernels.reference.rowwise import act_mul_reference, rms_norm_reference
 from tests.kernels.kernel_cases import assert_close, dense_attention, paged
 from tests.kernels.rolled_cases import Roll, dense_rolled_attention, rolled_paged
 
@@ -91,8 +91,8 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
             quantized = quant.quantize_weight(weight, format)
             packed = matmul.pack_linear(quantized)
             assert_close(matmul.linear(x, packed), quant.linear_reference(x, quantized))
-        rows = rowwise.silu_mul_int8(x[:, :50])
-        assert torch.equal(rows.codes, rowwise.quantize_int8(rowwise.silu_mul(x[:, :50])).codes)
+        rows = rowwise.act_mul_int8(x[:, :50])
+        assert torch.equal(rows.codes, rowwise.quantize_int8(rowwise.act_mul(x[:, :50])).codes)
         case = paged([1, 17, 300], head_dim=20, dtype=dtype)
         q = torch.randn(3, 14, 20).to(dtype)
         y = attention.decode_attention(
@@ -123,7 +123,7 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
             rolling=rolled.rolling,
         )
         assert_close(y, dense_rolled_attention(q, rolled, 0.2))
-        assert_close(rowwise.silu_mul(x[:, :50]), silu_mul_reference(x[:, :50]))
+        assert_close(rowwise.act_mul(x[:, :50]), act_mul_reference(x[:, :50]))
         ones = torch.ones(51, dtype=dtype)
         assert_close(rowwise.rms_norm(x, ones, 1e-5), rms_norm_reference(x, ones, 1e-5))
 

@@ -11,7 +11,7 @@ from penstock.kernels import quant
 from penstock.kernels.cpu import native
 from penstock.kernels.cpu.replay import record
 from penstock.kernels.matmul import linear, pack_linear
-from penstock.kernels.rowwise import rms_norm, rms_norm_int8, silu_mul
+from penstock.kernels.rowwise import act_mul, rms_norm, rms_norm_int8
 
 pytestmark = pytest.mark.usefixtures("native_path")
 ROWS, DIM = 3, 70
@@ -22,7 +22,7 @@ def a_pass(memory):
     rows = quant.Int8Rows.inside(memory["normed"], quant.INT8_GROUP, memory["scales"])
     x = rms_norm_int8(memory["x"], memory["weight"], 1e-6, out=rows)
     wide = linear(x, memory["linear"], out=memory["wide"])
-    silu_mul(wide, out=memory["y"])
+    act_mul(wide, out=memory["y"])
 
 
 @pytest.fixture

@@ -9,14 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.kernels.quant import Int8Rows, quantize_rows_int8
 from penstock.kernels.reference.rowwise import (
+    act_mul_reference,
+    added_reference,
     rms_norm_reference,
     rope_reference,
-    silu_mul_reference,
 )
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import attention_kernels as attention_triton_kernels
 from penstock.kernels.triton import rowwise as rowwise_triton
+from penstock.kernels.triton import rowwise_quant
 from tests.kernels.kernel_cases import Paged, assert_close, dense_attention, paged
 from tests.kernels.triton.interpreter import DEVICE, HALF
 
@@ -46,15 +49,33 @@ def test_it_runs_interpreted_or_compiled():
     assert interpreted == (DEVICE == "cpu")
 
 
-def decode(q: torch.Tensor, case: Paged, window: int | None) -> torch.Tensor:
+def decode(q: torch.Tensor, case: Paged, window: int | None, softcap: float = 0.0) -> torch.Tensor:
     out = torch.full_like(q.contiguous(), float("nan"))
-    return attention_triton.decode_attention(q, case.kv, case.decode(), 0.125, window, out)
+    return attention_triton.decode_attention(
+        q, case.kv, case.decode(), 0.125, window, out, softcap=softcap
+    )
 
 
-def prefill(q: torch.Tensor, case: Paged, query_lens: list[int], window: int | None):
+def prefill(
+    q: torch.Tensor, case: Paged, query_lens: list[int], window: int | None, softcap: float = 0.0
+):
     out = torch.full_like(q.contiguous(), float("nan"))
     chunks = case.prefill(query_lens)
-    return attention_triton.prefill_attention(q, case.kv, chunks, 0.125, window, out)
+    return attention_triton.prefill_attention(
+        q, case.kv, chunks, 0.125, window, out, softcap=softcap
+    )
+
+
+@pytest.mark.parametrize("dtype", [FP32, HALF])
+def test_scores_under_a_soft_cap(dtype):
+    query_lens = [1, 15, 3, 40]
+    case = paged([1, 17, 63, SPLIT + 50], num_kv_heads=2, head_dim=64, dtype=dtype, device=DEVICE)
+    q = (3 * torch.randn(sum(query_lens), 6, 64)).to(DEVICE, dtype)
+    y = prefill(q, case, query_lens, None, softcap=0.7)
+    assert_close(y, dense_attention(q, case, query_lens, 0.125, None, softcap=0.7))
+    last = torch.tensor(query_lens).cumsum(0) - 1
+    want = dense_attention(q[last], case, [1] * 4, 0.125, None, softcap=0.7)
+    assert_close(decode(q[last], case, None, softcap=0.7), want)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -136,6 +157,45 @@ def test_rms_norm(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_what_is_normed_and_scaled_before_it_is_added(dtype):
+    """Every placement of the norms, with weights in the rows' dtype and in fp32; and as int8."""
+    x, residual = torch.randn(2, 3, 63).to(DEVICE, dtype)
+    for wide in (dtype, FP32):
+        weight, post = torch.randn(2, 63).to(DEVICE, wide)
+        for w, p, factor in ((weight, post, 0.5), (None, post, 1.0), (weight, None, 0.22)):
+            want = added_reference(x, residual, 1e-5, p, factor)
+            out, total = torch.empty_like(x), residual.clone()
+            rowwise_triton.rms_norm(x, w, 1e-5, total, out, total, p, factor)
+            assert_close(total, want)
+            y = total if w is None else out
+            assert_close(y, want if w is None else rms_norm_reference(want, w, 1e-5))
+            rows = Int8Rows.inside(torch.empty_like(x), None)
+            total = residual.clone()
+            rowwise_quant.rms_norm_int8(x, w, 1e-5, total, rows, total, p, factor)
+            codes, scales = quantize_rows_int8(y, None)
+            assert torch.equal(rows.codes, codes) and torch.equal(rows.scales, scales)
+
+
+def test_gelu_by_tanh():
+    gate_up = 3 * torch.randn(3, 2 * 77, device=DEVICE)
+    out = torch.empty(3, 77, device=DEVICE)
+    y = rowwise_triton.act_mul(gate_up, out, "gelu_tanh")
+    assert_close(y, act_mul_reference(gate_up, "gelu_tanh"))
+    rows = Int8Rows.inside(torch.empty_like(out), None)
+    rowwise_quant.act_mul_int8(gate_up, rows, "gelu_tanh")
+    codes, _ = quantize_rows_int8(y, None)
+    assert (rows.codes != codes).float().mean() < 0.02
+
+
+def test_soft_cap():
+    x = torch.randn(5, 203, device=DEVICE) * torch.tensor([[1e-6], [0.1], [1.0], [30.0], [1e4]])
+    want = torch.tanh(x.double() / 30.0) * 30.0
+    torch.testing.assert_close(
+        rowwise_triton.soft_cap_(x, 30.0).double(), want, rtol=1e-6, atol=1e-30
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_per_head_in_place_on_a_view(dtype):
     qkv = torch.randn(4, 7, 24).to(DEVICE, dtype)
     before, weight = qkv.clone(), torch.randn(24).to(DEVICE, dtype)
@@ -170,10 +230,10 @@ def test_rope_to(dtype, head_dim, rot):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (2, 1500)])
-def test_silu_mul(dtype, shape):
+def test_act_mul(dtype, shape):
     gate_up = torch.randn(shape[0], 2 * shape[1]).to(DEVICE, dtype)
-    y = rowwise_triton.silu_mul(gate_up, torch.empty(shape, dtype=dtype, device=DEVICE))
-    assert_close(y, silu_mul_reference(gate_up))
+    y = rowwise_triton.act_mul(gate_up, torch.empty(shape, dtype=dtype, device=DEVICE))
+    assert_close(y, act_mul_reference(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,6 +255,6 @@ def test_in_place(dtype):
     want, total = rowwise_triton.rms_norm(x, weight, 1e-5, residual, torch.empty_like(x))
     rowwise_triton.rms_norm(x, weight, 1e-5, residual, x, residual)
     assert torch.equal(x, want) and torch.equal(residual, total)
-    want = rowwise_triton.silu_mul(x, torch.empty_like(x[:, :50].contiguous()))
-    rowwise_triton.silu_mul(x, x[:, :50])
+    want = rowwise_triton.act_mul(x, torch.empty_like(x[:, :50].contiguous()))
+    rowwise_triton.act_mul(x, x[:, :50])
     assert torch.equal(x[:, :50], want)

@@ -36,7 +36,7 @@ ROPE_WRITE = WRITE | {"q_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"}
 WRITE_SIZES = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "HALF": 64, "NUM_HEADS": 32, "HEAD_TILE": 32}
 WRITE_SIZES |= {"HALF_TILE": 64, "NUM_GROUPS": 8, "GROUP": 128, "GROUPS_TILE": 8, "GROUP_TILE": 128}
 SPLIT_SIZES = {"SPLIT_KEYS": attention_triton.SPLIT}
-PLAIN = {"GROUPS": 0, "GROUPS_TILE": 1}
+PLAIN = {"GROUPS": 0, "GROUPS_TILE": 1, "softcap": None}
 DECODE_SIZES = HEADS | SPLIT_SIZES | {"ROWS": 16, "KEY_TILE": 64} | PLAIN
 MERGE = PARTIAL | {"lens_ptr": "i32", "out_ptr": "bf16"}
 MERGE_SIZES = {"NUM_HEADS": 32, "HEAD_DIM": 128, "DIM_TILE": 128} | SPLIT_SIZES
@@ -45,6 +45,12 @@ PREFILL_SIZES = HEADS | SPLIT_SIZES | {"QUERY_TILE": 128, "KEY_TILE": 64} | PLAI
 ROPE = {"x_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32", "out_ptr": "bf16"}
 ROPE_SIZES = {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEAD_TILE": 32, "HALF_TILE": 64}
 
+
+def capped(sizes: dict) -> dict:
+    """With a soft cap, a number of the launch."""
+    return {name: size for name, size in sizes.items() if name != "softcap"}
+
+
 # kernel, what its pointers point to (others are None), its constants, warps, stages: as launched
 # for Llama-3-8B, with and without rolled sequences and scratch blocks
 KERNELS = [
@@ -52,6 +58,8 @@ KERNELS = [
     (kv_triton._write_kv_kernel, ROPE_WRITE | SCRATCH, WRITE_SIZES, 4, 3),
     (programs._decode_kernel, CACHE | PARTIAL, DECODE_SIZES, 4, 3),
     (programs._decode_kernel, CACHE | PARTIAL | ROLLED | SCRATCH, DECODE_SIZES, 4, 3),
+    (programs._decode_kernel, CACHE | PARTIAL, capped(DECODE_SIZES), 4, 3),
+    (programs._prefill_kernel, PREFILL, capped(PREFILL_SIZES), 8, 2),
     (programs._merge_kernel, MERGE, MERGE_SIZES, 1, 3),
     (programs._merge_kernel, MERGE | EDGES, MERGE_SIZES, 1, 3),
     (programs._prefill_kernel, PREFILL, PREFILL_SIZES, 8, 2),
@@ -60,16 +68,32 @@ KERNELS = [
     (
         rowwise_triton._rms_norm_kernel,
         dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "out_ptr", "total_ptr"), "bf16"),
-        {"HEADS": 1, "DIM": 4096, "TILE": 4096, "ADD": True},
+        {"HEADS": 1, "DIM": 4096, "TILE": 4096, "ADD": True, "SCALE": False},
         8,
         3,
     ),
+    (
+        rowwise_triton._rms_norm_kernel,
+        dict.fromkeys(("x_ptr", "added_ptr", "out_ptr", "total_ptr"), "bf16")
+        | dict.fromkeys(("weight_ptr", "post_ptr"), "fp32"),
+        {"HEADS": 1, "DIM": 4096, "TILE": 4096, "ADD": True, "SCALE": True},
+        8,
+        3,
+    ),
+    (rowwise_triton._soft_cap_kernel, {"x_ptr": "fp32"}, {"TILE": 1024}, 4, 3),
     (rowwise_triton._rope_kernel, ROPE, ROPE_SIZES | {"REST_TILE": 0}, 4, 3),
     (rowwise_triton._rope_kernel, ROPE, ROPE_SIZES | {"HALF": 32, "REST_TILE": 64}, 4, 3),
     (
-        rowwise_triton._silu_mul_kernel,
+        rowwise_triton._act_mul_kernel,
         {"gate_up_ptr": "bf16", "out_ptr": "bf16"},
-        {"TILE": 1024},
+        {"TILE": 1024, "GELU": False},
+        4,
+        3,
+    ),
+    (
+        rowwise_triton._act_mul_kernel,
+        {"gate_up_ptr": "bf16", "out_ptr": "bf16"},
+        {"TILE": 1024, "GELU": True},
         4,
         3,
     ),
@@ -115,7 +139,7 @@ def compile_for(capability: int, kernel, pointers, constants, num_warps: int, nu
             return pointers[name] if name in SCALES_APART else f"*{pointers[name]}"
         if name in constants:
             return "constexpr"
-        if name in ("scale", "eps"):
+        if name in ("scale", "eps", "factor", "cap", "softcap"):
             return "fp32"
         return "i64" if name in STRIDES_64 else "i32"
 

@@ -90,9 +90,9 @@ def test_fused_rows_are_those_of_two_steps(dtype, group, hadamard):
     assert_same_rows(rows.codes, rows.scales, want)
     torch.testing.assert_close(residual, total, rtol=0, atol=0, equal_nan=True)
     gate_up = torch.cat((traps(dtype), torch.randn(8, 77).to(DEVICE, dtype)), dim=1)
-    y = rowwise_triton.silu_mul(gate_up, torch.empty(8, 77, dtype=dtype, device=DEVICE))
+    y = rowwise_triton.act_mul(gate_up, torch.empty(8, 77, dtype=dtype, device=DEVICE))
     rows = Int8Rows.inside(gate_up[:, :77], group, hadamard=hadamard)
-    rowwise_quant_triton.silu_mul_int8(gate_up, rows)
+    rowwise_quant_triton.act_mul_int8(gate_up, rows)
     want = quant.quantize_rows_int8(y.cpu(), group, hadamard=hadamard)
     assert_same_rows(rows.codes, rows.scales, want)
 
@@ -307,7 +307,7 @@ def test_routed_experts(monkeypatch, format, dtype, num_inner):
     for token, expert in ((t, e) for t in range(num_tokens) for e in range(2)):
         (gate_up, down), of = weights[int(ids[token, expert])], experts[int(ids[token, expert])]
         both = one_linear(x[token : token + 1], gate_up, of[0][1])
-        product = rowwise_triton.silu_mul(both, torch.empty_like(both[:, :inner].contiguous()))
+        product = rowwise_triton.act_mul(both, torch.empty_like(both[:, :inner].contiguous()))
         want[token] += gains[token, expert] * one_linear(product, down, of[1][1])[0].float()
     grouped = torch.full((2 * num_tokens, dim), math.nan).to(DEVICE, dtype)
     memory = torch.full((num_inner, 2 * inner), math.nan).to(DEVICE, dtype)

@@ -22,6 +22,7 @@ BF16 = dict.fromkeys(("x_ptr", "codes_ptr", "out_ptr", "bias_ptr"), "bf16")
 NORM = dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "total_ptr"), "bf16")
 QUANTIZED = {"codes_ptr": "i8", "scales_ptr": "fp32"}
 SIZES = {"DIM": 4096, "GROUP": 64, "HADAMARD": False, "TILE": 4096}
+ADDED = {"ADD": True, "SCALE": False}
 TRANSFORMED = {"HADAMARD": True}
 NEURONS = dict.fromkeys(("x_ptr", "rows_ptr", "scales_ptr"), "bf16")
 NEURONS |= {"places_ptr": "i32", "index_ptr": "i32", "sums_ptr": "fp32"}
@@ -91,17 +92,17 @@ KERNELS = {
         {"logits_ptr": "fp32", "parameters_ptr": "fp64", "scratch_ptr": "fp32", "ids_ptr": "i64"},
         {"TILE": 2048, "TILES": 64, "FILTERED": True}, 16, 1,
     ),
-    "norm": (rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | {"ADD": True}, 8, 3),
+    "norm": (rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | ADDED, 8, 3),
     "norm transformed": (
-        rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | TRANSFORMED | {"ADD": True}, 8, 3,
+        rows._rms_norm_int8_kernel, NORM | QUANTIZED, SIZES | TRANSFORMED | ADDED, 8, 3,
     ),
-    "silu_mul": (
-        rows._silu_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
-        {"DIM": 14336, "GROUP": 64, "HADAMARD": False, "TILE": 16384}, 32, 3,
+    "act_mul": (
+        rows._act_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
+        {"DIM": 14336, "GROUP": 64, "HADAMARD": False, "GELU": False, "TILE": 16384}, 32, 3,
     ),
-    "silu_mul transformed": (
-        rows._silu_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
-        {"DIM": 14336, "GROUP": 64, "HADAMARD": True, "TILE": 16384}, 32, 3,
+    "act_mul transformed": (
+        rows._act_mul_int8_kernel, QUANTIZED | {"gate_up_ptr": "bf16"},
+        {"DIM": 14336, "GROUP": 64, "HADAMARD": True, "GELU": True, "TILE": 16384}, 32, 3,
     ),
     "quantize": (
         rows._quantize_kernel, QUANTIZED | {"x_ptr": "bf16"}, SIZES | {"FP8": False}, 8, 3,

@@ -250,7 +250,7 @@ def test_partial_rotary_turns_the_first_dimensions_only(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     decoder = load_model(tmp_path, weights="fp32", progress=False)
-    dim, rotary = decoder.config.head_dim, decoder.config.rope.rotary_dim
+    dim, rotary = decoder.config.head_dim, decoder.config.ropes[0].rotary_dim
     assert rotary == dim // 2
 
     half = rotary // 2
@@ -280,11 +280,11 @@ def test_partial_rotary_turns_the_first_dimensions_only(tmp_path):
 def test_rope_frequencies_are_those_of_transformers_bit_for_bit(name: str):
     config = ModelConfig.from_pretrained(make_checkpoint(name))
     theirs = LlamaRotaryEmbedding(reference_model(make_checkpoint(name)).config)
-    assert torch.equal(inverse_frequencies(config.rope), theirs.inv_freq)
-    assert config.rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    assert torch.equal(inverse_frequencies(config.ropes[0]), theirs.inv_freq)
+    assert config.ropes[0].attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
     positions = torch.arange(config.max_position_embeddings)
-    cos, sin = Rope(config.rope, len(positions), torch.device("cpu")).tables(positions)
+    cos, sin = Rope(config.ropes[0], len(positions), torch.device("cpu")).tables(positions)
     their_cos, their_sin = theirs(torch.zeros(1), positions[None])
     half = cos.shape[1]
     for ours, expected in ((cos, their_cos), (sin, their_sin)):

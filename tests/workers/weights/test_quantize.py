@@ -37,11 +37,17 @@ from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 
 NUM_NEW = 12
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj",
+           "gate_up_proj", "down_proj")  # fmt: skip
+# One a placement of norms, scale, activation and layout.
+DENSE = ("granite", "smollm3", "seed_oss-out-bias", "ministral3", "phi3", "olmo2", "olmo3", "glm4",
+         "gemma2", "gemma3_text")  # fmt: skip
 CASES = [(name, f) for name in ("llama", "mixtral") for f in QUANTIZED_FORMATS] + [
     ("qwen2", "int8"),
     ("qwen2_moe", "int8"),
     ("qwen2_moe", "int4"),
+    *((name, f) for name in DENSE for f in ("int8", "int4")),
+    *((name, f) for name in ("olmo2", "glm4", "gemma2", "phi3") for f in ("nf4", "fp8")),
 ]
 
 

@@ -16,14 +16,21 @@ from torch import Tensor
 from penstock.kernels.matmul import linear
 from penstock.kernels.moe import Expert, Visited
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import rms_norm, silu_mul
+from penstock.kernels.rowwise import act_mul, rms_norm
 from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
-from penstock.workers.models.layers import Attention, AttentionInputs, Mlp, RolledRows, rows_for
+from penstock.workers.models.layers import (
+    Attention,
+    AttentionInputs,
+    Mlp,
+    RolledRows,
+    Turn,
+    rows_for,
+)
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.shard import Shard, Span
@@ -49,10 +56,11 @@ class ShardAttention(Attention):
         workspace: Workspace,
         inputs: AttentionInputs,
         kv: PagedKv,
+        turn: Turn | None,
         rolled: RolledRows | None,
     ) -> Tensor:
         attended = self.attend(
-            x, workspace, inputs, kv, rolled,
+            x, workspace, inputs, kv, turn, rolled,
             qkv=_columns(workspace.qkv, self.qkv.out_features),
             attended=_columns(workspace.attended, self.attended[self.exchange.rank].size),
         )  # fmt: skip
@@ -89,7 +97,7 @@ class ShardMlp(Mlp):
         for this rank's, and for their products."""
         both = linear(x, self.gate_up, out=_columns(memory, self.gate_up.out_features))
         span = self.inner[self.exchange.rank]
-        own = silu_mul(both, out=both[:, : span.size])
+        own = act_mul(both, both[:, : span.size], self.activation)
         whole = self.exchange.gather(own, self.inner, _columns(memory, span.whole))
         own = _columns(out, self.down.out_features)
         linear(rows_for(self.down, whole, ws), self.down, out=own)
@@ -207,8 +215,10 @@ class ShardDecoder(Decoder):
             whole = hidden.new_empty(len(hidden), self.shard.vocab.whole)
         self.exchange.gather_logits(linear(hidden, self.lm_head), self.vocab, whole)
         if out is None:
-            return whole.float()
-        return whole if whole is out else out.copy_(whole)
+            out = whole.float()
+        elif whole is not out:
+            out.copy_(whole)
+        return self.logit_scaling.apply_(out)
 
     def close(self) -> None:
         if self.on_close is not None:

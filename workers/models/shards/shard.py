@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.kernels.quant import QuantizedWeight
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.weights.joined import selected
 
 COLUMNS = 16  # of a hidden or inner width that stay together
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -136,19 +137,5 @@ class Shard:
 
 
 def cut(weight: Tensor | QuantizedWeight, rows: Span) -> Tensor | QuantizedWeight:
-    """These rows of a weight [out, in]: codes and scales lie by row in every format."""
-    part = slice(rows.first, rows.end)
-    if isinstance(weight, Tensor):
-        return weight[part]
-
-    def some(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[part]
-
-    return replace(
-        weight,
-        codes=weight.codes[part],
-        scales=weight.scales[part],
-        zeros=some(weight.zeros),
-        steps=some(weight.steps),
-        offsets=some(weight.offsets),
-    )
+    """These rows of a weight [out, in]."""
+    return selected(weight, slice(rows.first, rows.end))

@@ -60,6 +60,7 @@ struct AttentionArgs {
     void* out;
     int64_t batch, heads;
     double scale;
+    double softcap;           // of a score, after `scale`; 0: none
     int64_t window, threads;  // window 0: all that went before
     // All null: no sequence is rolled.
     const void* q_sink;  // the queries of keys before their sink end
@@ -71,7 +72,7 @@ struct AttentionArgs {
 };
 LAYOUT(AttentionArgs,
        FIELD(dtype) FIELD(q) FIELD(q_stride) CACHE_FIELDS(cache) FIELD(tables) FIELD(table_stride)
-       FIELD(starts) FIELD(lens) FIELD(out) FIELD(batch) FIELD(heads) FIELD(scale) FIELD(window)
+       FIELD(starts) FIELD(lens) FIELD(out) FIELD(batch) FIELD(heads) FIELD(scale) FIELD(softcap) FIELD(window)
        FIELD(threads) FIELD(q_sink) FIELD(q_sink_stride) FIELD(sink_ends) FIELD(window_starts)
        FIELD(sink_blocks) FIELD(bases))
 

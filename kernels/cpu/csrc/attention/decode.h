@@ -184,9 +184,12 @@ void decode_piece(const AttentionArgs& a, int64_t b, int64_t head, int64_t begin
                                      &at.scores[g * KEY_TILE]);
             });
         const int64_t width = (tile.count + W - 1) / W * W;
-        for (int64_t g = 0; g < group; ++g)
-            at.keep[g] = soften(&at.scores[g * KEY_TILE], width, tile.skip, tile.count,
-                                (float)a.scale, mine.top[g], mine.total[g]);
+        for (int64_t g = 0; g < group; ++g) {
+            float* scores = &at.scores[g * KEY_TILE];
+            if (a.softcap) cap_scores(scores, width, (float)(a.softcap / a.scale));
+            at.keep[g] = soften(scores, width, tile.skip, tile.count, (float)a.scale, mine.top[g],
+                                mine.total[g]);
+        }
         for (int64_t g = 0; g < group; g += MAX_HEADS)
             add_values((int)std::min<int64_t>(MAX_HEADS, group - g), &at.scores[g * KEY_TILE], tile,
                        next, &at.keep[g], mine.out + g * padded, padded, dim);

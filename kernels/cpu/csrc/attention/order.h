@@ -87,6 +87,12 @@ struct Partial {
     }
 };
 
+// cap * tanh(score / cap), in place. The soft cap of scores that are scaled later is that much larger.
+inline __attribute__((noinline)) void cap_scores(float* scores, int64_t width, float cap) {
+    for (int64_t j = 0; j < width; j += W)
+        store(scores + j, vtanh(load(scores + j) / cap) * cap);
+}
+
 // One step of the online softmax on a row of scores before they are scaled. Entries outside [begin, end)
 // count as -inf. Returns the factor for what was accumulated before.
 inline __attribute__((noinline)) float soften(float* scores, int64_t width, int64_t begin, int64_t end,

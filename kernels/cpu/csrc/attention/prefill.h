@@ -50,13 +50,14 @@ struct TileView {
 inline __attribute__((noinline)) void attend_tile(const TileView& at, const Partial& piece,
                                                   int64_t rows, int64_t group, int64_t tile,
                                                   int64_t count, int64_t dim, int64_t padded,
-                                                  float scale) {
+                                                  float scale, float cap) {
     const int64_t width = (count + W - 1) / W * W;
     score_tile(at.queries, padded, at.keys, KEY_TILE, rows, dim, width, at.scores);
     for (int64_t r = 0; r < rows; ++r) {
         const Range& seen = at.seen[r / group];
-        at.keep[r] = soften(at.scores + r * KEY_TILE, width,
-                            std::clamp<int64_t>(seen.begin - tile, 0, width),
+        float* scores = at.scores + r * KEY_TILE;
+        if (cap) cap_scores(scores, width, cap);
+        at.keep[r] = soften(scores, width, std::clamp<int64_t>(seen.begin - tile, 0, width),
                             std::clamp<int64_t>(seen.end - tile, 0, width), scale, piece.top[r],
                             piece.total[r]);
     }
@@ -78,7 +79,8 @@ void attend(const AttentionArgs& a, int64_t b, int64_t head, int64_t queries, in
         ws.found.find(a, b, head, tile, begin, end);
         ws.found.prepare(a.cache);
         load_tile(ws.found, dim, padded, ws.keys.data(), ws.values.data());
-        attend_tile(view, piece, rows, group, tile, ws.found.count, dim, padded, (float)a.scale);
+        attend_tile(view, piece, rows, group, tile, ws.found.count, dim, padded, (float)a.scale,
+                    (float)(a.softcap / a.scale));
     }
     if (!is_first) merge(ws.all, ws.piece, rows, padded);
 }

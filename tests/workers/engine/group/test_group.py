@@ -35,7 +35,7 @@ from penstock.workers.models.shards.shard import Shard, cut
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import answers, ids_of
-from tests.workers.checkpoints import make_checkpoint, random_prompt
+from tests.workers.checkpoints import FAMILIES, make_checkpoint, random_prompt
 
 PROMPTS = {str(n): tuple(random_prompt(n)) for n in (3, 40, 17, 65, 8)}
 NUM_NEW = 10
@@ -131,6 +131,12 @@ def test_rolled_windows_and_logprobs():
     rolling = {"context_policy": "sink_window", "sinks": 4, "window": 24, "roll": 8}
     params = {"max_tokens": 60, "logprobs": 2, **rolling}
     group, one = both(str(make_checkpoint("llama")), params=params)
+    assert group == one
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name):
+    group, one = both(str(make_checkpoint(name)), weights="bf16", num_blocks=40)
     assert group == one
 
 
