@@ -210,6 +210,11 @@ def architectures_table() -> str:
     return _table(head, supported_models.architectures())
 
 
+def switches_table() -> str:
+    """The switches in which families differ."""
+    return _table(("switch", "default", "what", "turned by"), supported_models.switches())
+
+
 def absent_table() -> str:
     """Known architectures that do not load."""
     return _table(("architecture", "models", "not there yet"), supported_models.absent())
@@ -234,6 +239,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "clients": clients_table,
     "architectures": architectures_table,
     "absent": absent_table,
+    "switches": switches_table,
     "memory": memory_table,
 }
 

@@ -6,8 +6,13 @@ Architectures come from the code that loads them, sizes from the arithmetic of `
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from penstock.workers.config import DEFAULT_KV_GROUP
-from penstock.workers.families.table import FAMILIES
+from penstock.workers.families.family import Family
+from penstock.workers.families.reading import fields_of
+from penstock.workers.families.table import FAMILIES, WRAPPERS
 from penstock.workers.gguf.metadata import ARCHITECTURES as GGUF_ARCHITECTURES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.hardware import device_named
@@ -21,28 +26,67 @@ DENSE, EXPERTS = "dense", "mixture of experts"
 LOADED = {
     "LlamaForCausalLM": (DENSE, "Llama 2, 3, 3.1, 3.2 and 3.3, SmolLM2, R1-Distill-Llama"),
     "MistralForCausalLM": (DENSE, "Mistral 7B, Mistral Nemo"),
+    "MinistralForCausalLM": (DENSE, "Ministral 8B"),
+    "Ministral3ForCausalLM": (DENSE, "Ministral 3"),
     "Qwen2ForCausalLM": (DENSE, "Qwen2, Qwen2.5, R1-Distill-Qwen"),
     "Qwen3ForCausalLM": (DENSE, "Qwen3 0.6B to 32B, Qwen3-Embedding"),
+    "GraniteForCausalLM": (DENSE, "Granite 3.0 to 3.3"),
+    "SmolLM3ForCausalLM": (DENSE, "SmolLM3"),
+    "SeedOssForCausalLM": (DENSE, "Seed-OSS"),
+    "Phi3ForCausalLM": (DENSE, "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini"),
+    "Olmo2ForCausalLM": (DENSE, "OLMo 2"),
+    "Olmo3ForCausalLM": (DENSE, "OLMo 3"),
+    "Gemma2ForCausalLM": (DENSE, "Gemma 2"),
+    "Gemma3ForCausalLM": (DENSE, "Gemma 3 270M and 1B"),
+    "Glm4ForCausalLM": (DENSE, "GLM-4 0414"),
     "MixtralForCausalLM": (EXPERTS, "Mixtral 8x7B and 8x22B"),
     "Qwen2MoeForCausalLM": (EXPERTS, "Qwen1.5-MoE, Qwen2-57B-A14B"),
     "Qwen3MoeForCausalLM": (EXPERTS, "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),
     "OlmoeForCausalLM": (EXPERTS, "OLMoE-1B-7B"),
 }
+# Of text and images, of which the language model alone is loaded: see families.table.WRAPPERS.
+WRAPPED = {
+    "Mistral3ForConditionalGeneration": "Mistral Small 3, Ministral 3, Devstral; text only",
+    "Gemma3ForConditionalGeneration": "Gemma 3 4B to 27B; text only",
+}
+# What each switch of ModelConfig does. Which families turn it is read from their code.
+SWITCHES = {
+    "layer_ropes": "rotary embedding by layer: one of several, or none",
+    "qkv_bias": "biases of q, k and v",
+    "o_bias": "bias of the output projection",
+    "mlp_bias": "biases of the MLP",
+    "qk_norm": "norms of q and k: of each head, or of all heads together",
+    "clip_qkv": "q, k and v are clipped",
+    "norm_place": "norms before attention and MLP, behind them, or both",
+    "norm_offset": "added to the stored weights of norms",
+    "activation": "of the MLP's gate",
+    "embedding_scale": "factor of embeddings",
+    "residual_scale": "factor of what attention and MLP add",
+    "attention_scale": "factor of q.k, in place of head_dim^-1/2",
+    "attention_softcap": "bound of scores, by tanh",
+    "logits_divisor": "divisor of logits",
+    "logits_softcap": "bound of logits, by tanh",
+    "query_scaling": "queries grow with their position",
+    "num_experts": "routed experts",
+    "norm_topk_prob": "weights of a token's experts sum to one",
+    "shared_expert_intermediate_size": "an expert for every token, gated",
+}
+# Fields with a default that are no switches.
+NO_SWITCHES = (
+    *("num_experts_per_token", "moe_intermediate_size", "moe_layers", "eos_token_ids"),
+    *("bos_token_id", "dtype", "stored_scheme"),
+)
+# Settings of published models that differ from the defaults of transformers' classes.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
+        "logits_scaling": 8.0,
+    },
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "olmoe": {"clip_qkv": 8.0},
+}  # fmt: skip
 # Not loaded: the architecture as config.json has it, the models, and what Penstock lacks for them.
 ABSENT = {
-    "GraniteForCausalLM": ("Granite 3", "factors of embedding, residual, attention and logits"),
-    "SmolLM3ForCausalLM": ("SmolLM3", "layers without rotary embedding"),
-    "SeedOssForCausalLM": ("Seed-OSS", "its combination of biases"),
-    "Phi3ForCausalLM": ("Phi-3, Phi-4, Phi-4-mini", "fused projections, longrope"),
-    "Mistral3ForConditionalGeneration": (
-        "Mistral Small 3, Ministral 3, Devstral",
-        "nested configuration, images",
-    ),
-    "Olmo2ForCausalLM": ("OLMo 2", "norms behind the layers"),
-    "Olmo3ForCausalLM": ("OLMo 3", "norms behind the layers, rotary embeddings by layer type"),
-    "Gemma2ForCausalLM": ("Gemma 2", "four norms a layer, soft caps, GELU"),
-    "Gemma3ForCausalLM": ("Gemma 3", "four norms a layer, GELU, rotary embeddings by layer type"),
-    "Glm4ForCausalLM": ("GLM-4", "four norms a layer, rotary embedding of adjacent pairs"),
     "Glm4MoeForCausalLM": ("GLM-4.5, GLM-4.6", "sigmoid router, plain shared expert"),
     "MiniMaxM2ForCausalLM": ("MiniMax M2", "sigmoid router"),
     "GptOssForCausalLM": ("gpt-oss", "attention sinks, biased experts, MXFP4"),
@@ -67,7 +111,37 @@ def architectures() -> Rows:
         kind, models = LOADED[architecture]
         gguf = f"`{in_gguf[architecture]}`" if architecture in in_gguf else "no"
         rows.append((f"`{architecture}`", kind, gguf, models))
+    rows += [(f"`{name}`", DENSE, "no", WRAPPED[name]) for name in WRAPPERS]
     return rows
+
+
+def switches() -> Rows:
+    """Each switch of the decoder: its name, default, meaning, and the families that turn it."""
+    read = {family.architecture: _example(family) for family in FAMILIES.values()}
+    defaults = {each.name: each.default for each in dataclasses.fields(ModelConfig)}
+    rows: Rows = []
+    for name, meaning in SWITCHES.items():
+        turned = [
+            architecture.removesuffix("ForCausalLM")
+            for architecture, fields in read.items()
+            if fields.get(name, defaults[name]) != defaults[name]
+        ]
+        rows.append((f"`{name}`", f"`{defaults[name]}`", meaning, ", ".join(turned)))
+    named = [(each.architecture.removesuffix("ForCausalLM"), each) for each in FAMILIES.values()]
+    fused = [name for name, each in named if each.names.qkv or each.names.gate_up]
+    pairs = [name for name, each in named if each.adjacent_pairs]
+    rows.append(("`TensorNames`", "`separate`", "fused matrices in the files", ", ".join(fused)))
+    folded = "pairs of rotary embedding, neighbours in the files, are put apart at load"
+    rows.append(("`adjacent_pairs`", "`False`", folded, ", ".join(pairs)))
+    return rows
+
+
+def _example(family: Family) -> dict[str, Any]:
+    """The fields of ModelConfig for a published configuration of `family`, or its class's."""
+    from transformers import AutoConfig
+
+    settings = _PUBLISHED.get(family.model_type, {})
+    return fields_of(family, AutoConfig.for_model(family.model_type, **settings), {})
 
 
 def absent() -> Rows:

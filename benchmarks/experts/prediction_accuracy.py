@@ -133,8 +133,8 @@ def _count_neurons(model: Decoder, before: Tensor, now: Routed, counts: list[int
     """Add the neurons that the tokens of one layer keep, and those of them that `before`, the state
     of the layer before, would have kept."""
     routed = model.routed
-    assert routed is not None and routed.selector is not None
     norm = model.layers[now.layer].mlp_norm
+    assert routed is not None and routed.selector is not None and norm is not None
     foreseen = rms_norm(before, norm, model.config.rms_norm_eps)
     for expert in now.ids.unique().tolist():
         tokens = (now.ids == expert).any(1)

@@ -3,12 +3,13 @@ agree with arithmetic by hand."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.families.table import FAMILIES
+from penstock.workers.families.table import FAMILIES, WRAPPERS
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.shapes import SHAPES
 from tests.workers.gguf_files import smollm2
@@ -17,8 +18,27 @@ from tools import supported_models
 
 def test_every_architecture_that_loads_has_a_row():
     rows = {row[0].strip("`"): row for row in supported_models.architectures()}
-    assert list(rows) == list(FAMILIES) == list(supported_models.LOADED)
+    assert list(rows) == [*FAMILIES, *WRAPPERS]
+    assert list(FAMILIES) == list(supported_models.LOADED)
+    assert not set(rows) & set(supported_models.ABSENT)
     assert rows["LlamaForCausalLM"][2] == "`llama`"
+
+
+def test_every_switch_of_the_code_has_a_row_with_its_default():
+    """And is turned by a family, or it would be of no use."""
+    fields = {each.name: each.default for each in dataclasses.fields(ModelConfig)}
+    with_default = [name for name, value in fields.items() if value is not dataclasses.MISSING]
+    switches = [name for name in with_default if name not in supported_models.NO_SWITCHES]
+    assert switches == list(supported_models.SWITCHES)
+    rows = supported_models.switches()
+    assert [row[0].strip("`") for row in rows][: len(switches)] == switches
+    for name, default, _, turned in rows:
+        assert turned, name
+        if name.strip("`") in fields:
+            assert default == f"`{fields[name.strip('`')]}`"
+    by_name = {row[0].strip("`"): row[3] for row in rows}
+    assert by_name["residual_scale"] == "Granite" and by_name["adjacent_pairs"] == "Glm4"
+    assert by_name["norm_place"] == "Olmo2, Olmo3, Gemma2, Gemma3, Glm4"
 
 
 @pytest.mark.parametrize("name", supported_models.ABSENT)

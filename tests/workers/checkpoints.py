@@ -56,6 +56,7 @@ _LLAMA3 = {
 }
 
 _ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
+_MIXED = {"sliding_window": 13, "layer_types": _ALTERNATING}
 _SMALL_YARN = {**_YARN, "original_max_position_embeddings": 16}
 _LONGROPE = {
     "rope_type": "longrope",
@@ -79,10 +80,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_WIDE, "sliding_window": None}),
     "qwen2": ("qwen2", _DENSE),
     "qwen3": ("qwen3", {**_DENSE, "head_dim": 24}),
-    "ministral": (
-        "ministral",
-        {**_WIDE, "sliding_window": 13, "layer_types": _ALTERNATING},
-    ),
+    "ministral": ("ministral", {**_WIDE, **_MIXED}),
     "ministral3": ("ministral3", _MINISTRAL3),
     "granite": (
         "granite",
@@ -98,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**_WIDE, "attention_bias": True}),
     "phi3": ("phi3", _PHI3),
     "olmo2": ("olmo2", _DENSE),
-    "olmo3": ("olmo3", {**_DENSE, "sliding_window": 13, "rope_parameters": _NESTED}),
+    "olmo3": ("olmo3", {**_DENSE, **_MIXED, "rope_parameters": _NESTED}),
     "glm4": ("glm4", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "gemma2": (
         "gemma2",
@@ -133,11 +131,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {**_WIDE, "sliding_window": 13}),
     "mistral-layer-types": (  # transformers gives these to its Ministral class
         "ministral",
-        {
-            **_WIDE,
-            "sliding_window": 13,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        },
+        {**_WIDE, **_MIXED},
     ),
     "smollm3-window-bias": (
         "smollm3",

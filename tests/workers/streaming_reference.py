@@ -49,6 +49,17 @@ class SinkWindow:
         return -(-self.sinks // self.block_size) * self.block_size
 
 
+def _norms_of(layer: Any) -> list[Callable[[Tensor], Tensor]]:
+    """Of a layer, before and after attention, before and after the MLP."""
+    names = {
+        "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
+                 "post_mlp_layernorm"),
+        "olmo2": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    }.get(layer.self_attn.config.model_type,
+          ("input_layernorm", "", "post_attention_layernorm", ""))  # fmt: skip
+    return [getattr(layer, name) if name else torch.nn.Identity() for name in names]
+
+
 class StreamingReference:
     """Feeds a transformers model one token at a time. `window` None keeps everything.
 
@@ -84,12 +95,18 @@ class StreamingReference:
         self.positions.append(self.num_tokens)
         inner = self.model.model
         hidden = inner.embed_tokens(torch.tensor([[token_id]]))  # [1, 1, hidden]
+        hidden = hidden * getattr(self.model.config, "embedding_multiplier", 1.0)
+        factor = getattr(self.model.config, "residual_multiplier", 1.0)
         for i, layer in enumerate(inner.layers):
-            hidden = hidden + self._attend(i, layer.self_attn, layer.input_layernorm(hidden))
-            out = layer.mlp(layer.post_attention_layernorm(hidden))
-            hidden = hidden + (out[0] if isinstance(out, tuple) else out)
+            before_attention, after_attention, before_mlp, after_mlp = _norms_of(layer)
+            out = self._attend(i, layer.self_attn, before_attention(hidden))
+            hidden = hidden + after_attention(out) * factor
+            out = layer.mlp(before_mlp(hidden))
+            out = out[0] if isinstance(out, tuple) else out
+            hidden = hidden + after_mlp(out) * factor
         self.num_tokens += 1
-        return self.model.lm_head(inner.norm(hidden))[0, 0]
+        logits = self.model.lm_head(inner.norm(hidden))[0, 0]
+        return logits / getattr(self.model.config, "logits_scaling", 1.0)
 
     def _make_room(self) -> None:
         if self.window is None:
@@ -111,6 +128,8 @@ class StreamingReference:
         self.keys[index].append(k)
         self.values[index].append(v)
         place = torch.arange(len(self.positions))  # positions inside the cache
+        if not getattr(attention, "use_rope", True):  # SmolLM3
+            place = torch.zeros_like(place)
         keys = self._rotate(torch.stack(self.keys[index]), place).to(q.dtype)
         query = self._rotate(q.double()[None], place[-1:])[0].to(q.dtype)
         values = torch.stack(self.values[index]).to(q.dtype)  # [kv_len, kv_heads, dim]
@@ -131,9 +150,13 @@ class StreamingReference:
 
     def _project(self, attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Before RoPE. QK-norm over each head (Qwen3) or all of them (OLMoE), then the clip."""
-        parts = []
+        parts, fused = [], {}
+        if hasattr(attention, "qkv_proj"):  # Phi-3
+            kv = self.model.config.num_key_value_heads * self.head_dim
+            both = attention.qkv_proj(x)[0, 0].split([len(attention.o_proj.weight[0]), kv, kv])
+            fused = dict(zip(("q", "k", "v"), both, strict=True))
         for name in ("q", "k", "v"):
-            part = getattr(attention, f"{name}_proj")(x)[0, 0]
+            part = fused[name] if fused else getattr(attention, f"{name}_proj")(x)[0, 0]
             norm = getattr(attention, f"{name}_norm", None)
             if norm is not None and norm.weight.numel() == part.numel():
                 part = norm(part)
@@ -155,11 +178,18 @@ class StreamingReference:
         return back, v.double()
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """RoPE of fp64 `x` [tokens, heads, dim], pairs (i, i + dim/2); its scale included."""
+        """RoPE of fp64 `x` [tokens, heads, dim], pairs (i, i + dim/2), of GLM-4 (2i, 2i + 1); its
+        scale included. Dimensions without a frequency stay."""
         angles = (positions.double()[:, None] * self.inv_freq)[:, None]  # [tokens, 1, dim/2]
         cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
+        rest = x[..., 2 * len(self.inv_freq) :]
+        x = x[..., : 2 * len(self.inv_freq)]
+        if self.model.config.model_type == "glm4":
+            left, right = x[..., 0::2], x[..., 1::2]
+            pairs = torch.stack([left * cos - right * sin, right * cos + left * sin], dim=-1)
+            return torch.cat([pairs.flatten(-2), rest], dim=-1)
         left, right = x.chunk(2, dim=-1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], dim=-1)
 
 
 def greedy(

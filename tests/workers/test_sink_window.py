@@ -131,7 +131,13 @@ def test_twenty_rolls_of_128_while_decoding(models, sinks, window):
     torch.testing.assert_close(got, truth, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "olmoe", "llama-yarn"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen2", "qwen3", "mixtral", "olmoe", "llama-yarn", "granite", "smollm3", "seed_oss"),
+        *("phi3", "phi3-longrope", "olmo2", "glm4"),
+    ],
+)
 def test_every_family_streams(models, family):
     model, reference = models(family)
     shape = slow.SinkWindow(4, 24, 8, BLOCK_SIZE)
@@ -360,13 +366,21 @@ def test_a_window_that_the_pool_cannot_hold(models):
         engine.add(Request("r", (1, 2, 3), params))
 
 
-def test_models_with_windows_of_their_own_are_refused():
-    folder = make_checkpoint("mistral-window")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mistral-window", "sliding window of their own"),
+        ("gemma2", "sliding window of their own"),
+        ("ministral3", "queries grow with their position"),
+    ],
+)
+def test_models_that_cannot_roll_are_refused(name, why):
+    folder = make_checkpoint(name)
     model = load_model(str(folder), weights="fp32", progress=False)
-    with pytest.raises(ConfigError, match="sliding window of their own"):
+    with pytest.raises(ConfigError, match=why):
         make_engine(model, context_policy="sink_window")
     engine = make_engine(model)
-    with pytest.raises(RequestError, match="sliding window of their own"):
+    with pytest.raises(RequestError, match=why):
         engine.add(Request("r", (1, 2), SamplingParams(context_policy="sink_window")))
 
 

@@ -17,7 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.workers.calibration.layers import ExpertCounts, LayerCalibrator, Rounds
+from penstock.workers.calibration.layers import (
+    ExpertCounts,
+    LayerCalibrator,
+    Rounds,
+    unsupported_reason,
+)
 from penstock.workers.calibration.rounding import Recipe, Rounder
 from penstock.workers.calibration.spool import Spool
 from penstock.workers.calibration.tensors import ReplacedWeights
@@ -91,6 +96,11 @@ def plan_calibrated(
         raise ConfigError(
             f"{gguf} is a GGUF file and {held}: give the folder of the original checkpoint, in "
             "safetensors"
+        )
+    if (reason := unsupported_reason(ModelConfig.from_pretrained(source))) is not None:
+        raise ConfigError(
+            f"{source} cannot be calibrated: {reason}; leave --calibrate out, and its weights are "
+            "rounded to the nearest codes"
         )
     plan = plan_quantize(
         source,

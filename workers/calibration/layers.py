@@ -27,6 +27,28 @@ from penstock.workers.model_config import ModelConfig
 MIN_EXPERT_TOKENS = 128
 
 
+def unsupported_reason(config: ModelConfig) -> str | None:
+    """Why a text cannot be led through a model layer by layer here; None: it can.
+
+    Of the switches of ModelConfig, those that change a layer's linear maps are handled; these are
+    refused by name.
+    """
+    names = FAMILIES[config.architecture].names
+    switches = {
+        "norms behind attention and MLP": config.norm_place != "pre",
+        "norms stored with an offset": config.norm_offset != 0.0,
+        "projections fused into one matrix": names.qkv or names.gate_up,
+        "layers without rotary embedding": None in config.layer_ropes,
+        "rotary embeddings that differ by layer": len(config.ropes) > 1,
+        "queries that grow with their position": config.query_scaling is not None,
+        f"activation {config.activation}": config.activation != "silu",
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "scaled residuals": config.residual_scale != 1.0,
+    }
+    found = [name for name, is_on in switches.items() if is_on]
+    return f"it has {' and '.join(found)}" if found else None
+
+
 @dataclass(slots=True)
 class ExpertCounts:
     """Experts so far, and those among them that too few tokens went through."""

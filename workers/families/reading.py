@@ -21,11 +21,14 @@ def fields_of(family: Family, hf: Any, generation: Mapping[str, Any]) -> Fields:
     Raises ConfigError, and for unusable values what Python raises.
     """
     text = getattr(hf, "text_config", None) or hf
-    eos_ids = (hf.eos_token_id, text.eos_token_id, generation.get("eos_token_id"))
+    stated_eos = getattr(hf, "eos_token_id", None)
+    eos_ids = (stated_eos, text.eos_token_id, generation.get("eos_token_id"))
     return {
         **_common(family, text),
         # The whole may tie by a default that its text does not have; a stored head is used anyway.
-        "tie_word_embeddings": bool(hf.tie_word_embeddings or text.tie_word_embeddings),
+        "tie_word_embeddings": bool(
+            getattr(hf, "tie_word_embeddings", False) or text.tie_word_embeddings
+        ),
         "eos_token_ids": _eos_token_ids(eos_ids, text.vocab_size),
         "dtype": _dtype(hf.dtype or text.dtype),
         **family.read(text),

@@ -131,8 +131,8 @@ def _check_type(name: str, model_type: Any, expected: str) -> None:
 def _unsupported(name: Any) -> ConfigError:
     known = [*FAMILIES, *WRAPPERS]
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
-    hint = f"the nearest that is supported is {near[0]}; " if near else ""
+    hint = f"; the nearest of them is {near[0]}" if near else ""
     return ConfigError(
-        f"architecture {name!r} is not supported; {hint}supported are {', '.join(known)}: serve a "
+        f"architecture {name!r} is not supported; supported are {', '.join(known)}{hint}: serve a "
         "model of one of these"
     )

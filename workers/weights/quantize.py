@@ -23,6 +23,7 @@ from torch import Tensor
 from penstock.kernels.quant import HADAMARD_BLOCK
 from penstock.kernels.rowwise import hadamard as transformed
 from penstock.workers.errors import ConfigError, InvariantError, LoadError
+from penstock.workers.families.table import family_of, text_of
 from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig, read_json
 from penstock.workers.quantization import QuantizedFormat, head_format
@@ -152,7 +153,8 @@ def plan_quantize(
             f"{source} was saved without an LM head, which a quantised checkpoint must have: serve "
             f"it with --weights {format}, which quantises it while it loads"
         )
-    dtype = str(read_json(source / "config.json").get("dtype") or "float32").removeprefix("torch.")
+    stated_dtype = _text_config(source).get("dtype")
+    dtype = str(stated_dtype or "float32").removeprefix("torch.")
     shards: dict[str, Shard] = {}
     ignored: list[str] = []
     specs: dict[str, GridSpec] = {}
@@ -330,9 +332,19 @@ def _copy_others(source: Path, folder: Path) -> None:
 
 
 def _write_config(plan: QuantizePlan, folder: Path) -> None:
-    config = read_json(plan.source / "config.json")
-    config.update(plan.stated)
+    config = {**_text_config(plan.source), **plan.stated}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _text_config(source: Path) -> dict[str, Any]:
+    """What config.json says; of a model of several parts, as that of its language model, which is
+    all that is written."""
+    stated = read_json(source / "config.json")
+    text = text_of(stated)
+    if text is stated:
+        return stated
+    whole: dict[str, Any] = {key: stated[key] for key in ("dtype", "eos_token_id") if key in stated}
+    return {**text, **whole, "architectures": [family_of(stated).architecture]}
 
 
 def _write_index(plan: QuantizePlan, folder: Path) -> None:

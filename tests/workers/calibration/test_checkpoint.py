@@ -227,6 +227,24 @@ def test_ids_that_the_model_does_not_have_are_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("granite", "scaled embeddings and scaled residuals"),
+        ("smollm3", "layers without rotary embedding"),
+        ("ministral3", "queries that grow"),
+        ("phi3", "projections fused"),
+        ("olmo2", "norms behind attention and MLP"),
+        ("olmo3", "rotary embeddings that differ by layer"),
+        ("gemma2", "norms stored with an offset and activation gelu_tanh"),
+        ("glm4", "projections fused"),
+    ],
+)
+def test_switches_that_the_calibrator_does_not_have_are_named(name: str, why: str):
+    with pytest.raises(ConfigError, match=f"cannot be calibrated: it has .*{why}"):
+        plan_calibrated(make_checkpoint(name), Recipe())
+
+
 def test_windows_lie_evenly_and_do_not_overlap():
     ids = list(range(100, 1100))
     found = windows_of(ids, 400, 100, begin=[1])

@@ -41,6 +41,8 @@ TOLERANCE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 
 
 BUILTIN = ("builtin", "builtin-moe")
+BF16 = ("llama-bias", "qwen3", "mistral-window", "qwen2_moe", "granite", "smollm3", "ministral3",
+        "phi3-longrope", "olmo2", "glm4", "gemma2", "gemma3_text")  # fmt: skip
 
 
 def folder_of(name: str) -> Path:
@@ -203,7 +205,7 @@ def test_a_merged_batch_of_decode_and_prefill_rows_gives_each_its_own_ids(name: 
         assert seq.ids[len(prompt) : len(prompt) + NUM_NEW] == expected
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "qwen3", "mistral-window", "qwen2_moe"])
+@pytest.mark.parametrize("name", BF16)
 def test_bf16_is_as_close_to_fp32_as_transformers_in_bf16(name: str):
     folder, ids = make_checkpoint(name), random_prompt(50)
     truth = reference_logits(folder, ids)
@@ -229,8 +231,27 @@ def test_the_variants_are_not_the_plain_model():
         "olmoe-clip": {"clip_qkv": None},
         "llama-llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "llama-yarn": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    }
-    for name, plain in without.items():
+        "ministral3": {"rope_parameters": {**ALL["llama-yarn"][1]["rope_parameters"],
+                                           "original_max_position_embeddings": 16,
+                                           "llama_4_scaling_beta": 0.0}},
+        "smollm3": {"no_rope_layers": [1, 1, 1]},
+        "smollm3-window-bias": {"use_sliding_window": False},
+        "seed_oss": {"attention_bias": False},
+        "phi3-longrope": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                              "partial_rotary_factor": 0.5}},
+        "olmo3": {"rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 7000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }},
+        "gemma3_text": {"sliding_window": 512},
+        "gemma3_text-capped": {"final_logit_softcapping": None},
+    }  # fmt: skip
+    cases = [*without.items()]
+    cases += [("granite", {key: 1.0}) for key in ALL["granite"][1] if "multiplier" in key]
+    cases += [("granite", {"logits_scaling": 1.0})]
+    cases += [("gemma2", {key: None}) for key in ALL["gemma2"][1] if "softcapping" in key]
+    cases += [("gemma2", {"query_pre_attn_scalar": 24}), ("gemma2", {"hidden_activation": "silu"})]
+    for name, plain in cases:
         model_type, settings = ALL[name]
         ids = random_prompt(50)
         with torch.inference_mode():

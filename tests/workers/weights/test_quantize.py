@@ -285,7 +285,16 @@ class TestTool:
 
     @pytest.mark.parametrize(
         ("name", "format"),
-        [*(("llama", f) for f in QUANTIZED_FORMATS), ("mixtral", "int4"), ("qwen2_moe", "int8")],
+        [
+            *(("llama", f) for f in QUANTIZED_FORMATS),
+            *(
+                ("mixtral", "int4"),
+                ("qwen2_moe", "int8"),
+                ("phi3", "int8"),
+                ("phi3-longrope", "int4"),
+            ),
+            *(("glm4", "int8"), ("glm4", "fp8"), ("gemma2", "int4"), ("olmo2", "int8")),
+        ],
     )
     def test_a_written_checkpoint_is_the_model_quantised_at_load(
         self, name: str, format: QuantizedFormat, tmp_path: Path

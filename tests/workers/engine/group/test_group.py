@@ -86,6 +86,10 @@ def both(model: str, num_ranks: int = 2, params: dict[str, Any] | None = None, *
         ("llama", "nf4"), ("llama", "fp8"), ("olmoe", "fp32"), ("olmoe-clip", "bf16"),
         ("mixtral", "fp32"), ("qwen2_moe", "int8"), ("qwen2_moe-normed", "fp32"),
         ("qwen3_moe", "int4"), ("qwen3_moe-128", "fp32"),
+        ("granite", "int8"), ("smollm3", "fp32"),
+        ("seed_oss-out-bias", "int4"), ("ministral3", "fp32"), ("phi3", "fp32"), ("phi3", "int4"),
+        ("glm4", "int8"), ("gemma2", "fp32"), ("gemma3_text", "bf16"), ("olmo2", "fp32"),
+        ("olmo3", "int8"),
     ],
 )  # fmt: skip
 def test_ids_of_one_process(name, weights):
