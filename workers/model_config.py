@@ -17,6 +17,7 @@ from penstock.workers.families.family import Family
 from penstock.workers.families.reading import fields_of
 from penstock.workers.families.table import FAMILIES, family_of, text_of
 from penstock.workers.gguf.config import stated_by, stored_scheme
+from penstock.workers.gguf.dense import WHOLE_NORMS
 from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.quantization import StoredScheme, read_scheme
 from penstock.workers.rope_config import QueryScaling, RopeConfig
@@ -161,6 +162,8 @@ def _from_gguf(file: Path) -> ModelConfig:
     header = read_header(file)
     architecture, stated = stated_by(header)
     config = _read(FAMILIES[architecture], stated, {})
+    if header.metadata["general.architecture"] in WHOLE_NORMS:
+        config = replace(config, norm_offset=0.0)
     return replace(config, stored_scheme=stored_scheme(header))
 
 

@@ -150,6 +150,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3-longrope": ("phi3", {**_PHI3, "rope_parameters": _LONGROPE}),
     "gemma3_text-capped": ("gemma3_text", {**_GEMMA, "final_logit_softcapping": 5.0}),
+    # As llama.cpp's constants have them: scores by the head's width, one layer of six, one of four.
+    "gemma2-gguf": (
+        "gemma2",
+        {**_GEMMA, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3-gguf": (
+        "gemma3_text",
+        {
+            **_GEMMA,
+            "query_pre_attn_scalar": 24,
+            "num_hidden_layers": 6,
+            "sliding_window_pattern": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3-gguf": ("smollm3", {**_DENSE, "num_hidden_layers": 4}),
     "mixtral-window": ("mixtral", {**_DENSE, "num_local_experts": 3, "sliding_window": 13}),
     "qwen2-window": ("qwen2", {**_DENSE, **_SLIDING}),
     "qwen3-window-bias": ("qwen3", {**_DENSE, **_SLIDING, "attention_bias": True}),

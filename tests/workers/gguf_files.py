@@ -54,6 +54,26 @@ _ARCHITECTURES = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+# Of families with other names, by the architecture in GGUF files.
+_POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_NAMES_OF = {
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    **dict.fromkeys(("olmo2", "gemma2", "gemma3"), _POST_NORMS),
+}
+_ADJACENT = ("llama", "granite", "smollm3")
+_SCALES = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 # Types that the package reads and does not write: where a block has numbers in fp16, and how large
 # they are, so that the weights of random blocks have a deviation of about 0.2.
@@ -72,15 +92,16 @@ def smollm2() -> Path | None:
         return None
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str = "llama") -> str:
     """The name in a GGUF file of a checkpoint's tensor."""
+    names = _NAMES | _NAMES_OF.get(architecture, {})
     module, _, kind = name.rpartition(".")
     if module in _NAMES:
         return f"{_NAMES[module]}.{kind}"
     if (match := _EXPERT.fullmatch(name)) is not None:
         return f"blk.{match[1]}.{_OF_EXPERTS[match[3]]}.weight"
     _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+    return f"blk.{layer}.{names[part]}.{kind}"
 
 
 def adjacent(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -123,16 +144,19 @@ def write_gguf(
     _write_rope(writer, name, config.get("rope_parameters") or {}, head_dim)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    for key, value in (_of_experts(config) | dict(metadata or {})).items():
+    scales = {key: config.get(ours) for ours, key in _SCALES.items()}
+    for key, value in (_of_experts(config) | scales | dict(metadata or {})).items():
         if value is not None:
             _add(writer, f"{name}.{key}", value)
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
-    for known, tensor in _stacked(load_file(folder / "model.safetensors")).items():
-        if name == "llama" and ".attn_q." in known:
+    for known, tensor in _stacked(load_file(folder / "model.safetensors"), name).items():
+        if name in _ADJACENT and ".attn_q." in known:
             tensor = adjacent(tensor, heads)
-        if name == "llama" and ".attn_k." in known:
+        if name in _ADJACENT and ".attn_k." in known:
             tensor = adjacent(tensor, kv_heads)
+        if name in ("gemma2", "gemma3") and "norm" in known:
+            tensor = tensor + 1
         stored = matrices if isinstance(matrices, str) else matrices(known)
         if tensor.ndim == 1 or "ffn_gate_inp" in known:
             stored = "F32"
@@ -178,7 +202,7 @@ def decoded_copy(folder: Path, file: Path, out: Path) -> Path:
     return out
 
 
-def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _stacked(tensors: Mapping[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
     """By their names in a GGUF file, the experts of a layer in one tensor."""
     found: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
@@ -186,7 +210,8 @@ def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if (match := _EXPERT.fullmatch(name)) is not None:
             stacks.setdefault(gguf_name(name), {})[int(match[2])] = tensor
         else:  # the shared expert's gate has one row, which files have as a vector
-            found[gguf_name(name)] = tensor[0] if "shared_expert_gate" in name else tensor
+            known = gguf_name(name, architecture)
+            found[known] = tensor[0] if "shared_expert_gate" in name else tensor
     for name, experts in stacks.items():
         found[name] = np.stack([experts[index] for index in range(len(experts))])
     return found
@@ -233,11 +258,21 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def _write_rope(writer: Any, name: str, rope: Mapping[str, Any], head_dim: int) -> None:
     import gguf
 
+    if "full_attention" in rope:
+        writer.add_float32(f"{name}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for side in ("long", "short"):
+            factors_of = np.array(rope[f"{side}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{side}.weight", factors_of)
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if kind == "llama3":  # as factors of each frequency

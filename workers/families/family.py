@@ -42,7 +42,8 @@ class Family:
     `read`: from the attributes of transformers' configuration, the fields of ModelConfig that
     differ from those of reading.py. It raises ConfigError for what the decoder does not have.
     `adjacent_pairs`: the rows of q and k that turn together are neighbours, and are put in the
-    order that rotary embedding has here while they load.
+    order that rotary embedding has here while they load. `wide_norms`: the weights of norms stay
+    in fp32, and multiply values that are not rounded before.
     """
 
     architecture: str  # as config.json names it
@@ -50,3 +51,4 @@ class Family:
     read: Callable[[Any], Fields]
     names: TensorNames = TensorNames()
     adjacent_pairs: bool = False
+    wide_norms: bool = False

@@ -1,18 +1,43 @@
 """Dense pre-norm families: they differ from Llama in biases, windows, norms of q and k, layers
-without rotary embedding, and scales.
+without rotary embedding, and scales of the stream or of queries.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from penstock.workers.errors import ConfigError
 from penstock.workers.families.family import Fields
-from penstock.workers.families.reading import attention_biases, window_of, windows_by_layer
+from penstock.workers.families.reading import (
+    attention_biases,
+    same_window,
+    window_of,
+    windows_by_layer,
+)
+from penstock.workers.rope_config import QueryScaling
 
 
 def llama(hf: Any) -> Fields:
     """It never slides, whatever else config.json holds."""
     return {**attention_biases(hf), "mlp_bias": bool(getattr(hf, "mlp_bias", False))}
+
+
+def mistral(hf: Any) -> Fields:
+    """Without biases."""
+    return {"sliding_window": windows_by_layer(hf)}
+
+
+def ministral3(hf: Any) -> Fields:
+    given = hf.rope_parameters
+    beta, period = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
+    if beta is None:
+        return mistral(hf)
+    if period is None or period < 1:
+        raise ConfigError(
+            "llama_4_scaling_beta needs original_max_position_embeddings, a positive number; got "
+            f"{period}"
+        )
+    return {**mistral(hf), "query_scaling": QueryScaling(float(beta), int(period))}
 
 
 def qwen2(hf: Any) -> Fields:
@@ -52,3 +77,8 @@ def granite(hf: Any) -> Fields:
         "attention_scale": float(hf.attention_multiplier),
         "logits_divisor": float(hf.logits_scaling),
     }
+
+
+def phi3(hf: Any) -> Fields:
+    """Without biases; LongRoPE is read as every rotary embedding is."""
+    return {"sliding_window": same_window(hf)}

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.families import mistral, mixtures, phi, plain, post_norm
+from penstock.workers.families import mixtures, plain, post_norm
 from penstock.workers.families.family import Family, TensorNames
 
 _SANDWICH = TensorNames(mlp_norm="pre_feedforward_layernorm")
 _ALL = (
     Family("LlamaForCausalLM", "llama", plain.llama),
-    Family("MistralForCausalLM", "mistral", mistral.mistral),
-    Family("MinistralForCausalLM", "ministral", mistral.mistral),
-    Family("Ministral3ForCausalLM", "ministral3", mistral.ministral3),
+    Family("MistralForCausalLM", "mistral", plain.mistral),
+    Family("MinistralForCausalLM", "ministral", plain.mistral),
+    Family("Ministral3ForCausalLM", "ministral3", plain.ministral3),
     Family("Qwen2ForCausalLM", "qwen2", plain.qwen2),
     Family("Qwen3ForCausalLM", "qwen3", plain.qwen3),
     Family("GraniteForCausalLM", "granite", plain.granite),
@@ -26,13 +26,13 @@ _ALL = (
     Family(
         "Phi3ForCausalLM",
         "phi3",
-        phi.phi3,
+        plain.phi3,
         TensorNames(qkv="qkv_proj", gate_up="gate_up_proj"),
     ),
-    Family("Olmo2ForCausalLM", "olmo2", post_norm.olmo2),
-    Family("Olmo3ForCausalLM", "olmo3", post_norm.olmo3),
-    Family("Gemma2ForCausalLM", "gemma2", post_norm.gemma2, _SANDWICH),
-    Family("Gemma3ForCausalLM", "gemma3_text", post_norm.gemma3, _SANDWICH),
+    Family("Olmo2ForCausalLM", "olmo2", post_norm.olmo2, wide_norms=True),
+    Family("Olmo3ForCausalLM", "olmo3", post_norm.olmo3, wide_norms=True),
+    Family("Gemma2ForCausalLM", "gemma2", post_norm.gemma2, _SANDWICH, wide_norms=True),
+    Family("Gemma3ForCausalLM", "gemma3_text", post_norm.gemma3, _SANDWICH, wide_norms=True),
     Family(
         "Glm4ForCausalLM",
         "glm4",

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf.dense import by_layer, dense_attributes
 from penstock.workers.gguf.experts import routed_experts
 from penstock.workers.gguf.header import GgufHeader, TensorInfo
 from penstock.workers.gguf.metadata import (
@@ -25,7 +26,7 @@ from penstock.workers.quantization import StoredFormat, StoredScheme
 
 MIXTRAL = "MixtralForCausalLM"
 # Architectures whose files have the rows of q and k in the order of adjacent rotary pairs.
-ADJACENT_PAIRS = ("llama",)
+ADJACENT_PAIRS = ("llama", "granite", "smollm3")
 FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # The format that keeps the codes of each block type, and the weights that share a scale.
 KEPT_FORMATS: dict[str, tuple[StoredFormat, int]] = {
@@ -68,6 +69,7 @@ def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
         experts = {"intermediate_size": size_of(header, "feed_forward_length")}
     is_routed = "num_experts" in experts
     biases = _biases(header, name, is_routed)
+    rope = _rope(header, name, head_dim)
     return _transformers_name(name, is_routed, window, context), SimpleNamespace(
         **experts,
         hidden_act="silu",
@@ -80,7 +82,7 @@ def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
         rms_norm_eps=positive_float(header, f"{name}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in header.tensors,
         max_position_embeddings=context,
-        rope_parameters=_rope(header, name, head_dim),
+        rope_parameters=by_layer(header, rope) if name == "gemma3" else rope,
         sliding_window=window,
         attention_bias=bool(biases & _ATTENTION),
         qkv_bias=bool(biases & _ATTENTION),  # as qwen2_moe calls it
@@ -88,6 +90,7 @@ def stated_by(header: GgufHeader) -> tuple[str, SimpleNamespace]:
         eos_token_id=list(end_ids(header)),
         bos_token_id=token_id(header, "bos_token_id"),
         dtype=dtype_of(header),
+        **dense_attributes(header),
     )
 
 
@@ -153,11 +156,13 @@ def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
         found["partial_rotary_factor"] = (
             share if int(head_dim * share) == rotary else math.nextafter(share, 2.0)
         )
+    if "rope_factors_long.weight" in header.tensors:
+        return found | _longrope(header, name, rotary)
     kind = header.metadata.get(f"{name}.rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise ConfigError(
             f"{header.file}: {name}.rope.scaling.type {kind!r} is not supported; supported are "
-            "none, linear and yarn"
+            "none, linear, yarn, and longrope with its factors"
         )
     factors = header.tensors.get("rope_freqs.weight")
     if factors is not None:
@@ -184,11 +189,27 @@ def _rope(header: GgufHeader, name: str, head_dim: int) -> dict[str, Any]:
     return found
 
 
+def _longrope(header: GgufHeader, name: str, rotary_dim: int) -> dict[str, Any]:
+    """LongRoPE, whose two sets of factors are tensors."""
+    key = f"{name}.rope.scaling.attn_factor"
+    found: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": size_of(header, "rope.scaling.original_context_length"),
+        "attention_factor": positive_float(header, key) if key in header.metadata else None,
+    }
+    for side in ("long", "short"):
+        info = header.tensors.get(f"rope_factors_{side}.weight")
+        if info is None:
+            raise ConfigError(f"{header.file}: tensor 'rope_factors_{side}.weight' is missing")
+        found[f"{side}_factor"] = _factors(header, info, rotary_dim)
+    return found
+
+
 def _factors(header: GgufHeader, info: TensorInfo, rotary_dim: int) -> tuple[float, ...]:
-    """The divisors of the rotary frequencies: how files say Llama 3.1's scaling."""
+    """The divisors of the rotary frequencies: how files say Llama 3.1's scaling, and LongRoPE."""
     if info.type.name != "F32" or info.shape != (rotary_dim // 2,):
         raise ConfigError(
-            f"{header.file}: tensor 'rope_freqs.weight' is {info.type.name} {list(info.shape)}; "
+            f"{header.file}: tensor {info.name!r} is {info.type.name} {list(info.shape)}; "
             f"F32 [{rotary_dim // 2}] was expected"
         )
     try:
@@ -196,9 +217,9 @@ def _factors(header: GgufHeader, info: TensorInfo, rotary_dim: int) -> tuple[flo
             file.seek(info.offset)
             values = struct.unpack(f"<{info.shape[0]}f", file.read(info.num_bytes))
     except (OSError, struct.error) as error:
-        raise ConfigError(f"{header.file}: 'rope_freqs.weight' cannot be read: {error}") from error
+        raise ConfigError(f"{header.file}: {info.name!r} cannot be read: {error}") from error
     if not all(math.isfinite(each) and each > 0 for each in values):
-        raise ConfigError(f"{header.file}: tensor 'rope_freqs.weight' holds no positive factors")
+        raise ConfigError(f"{header.file}: tensor {info.name!r} holds no positive factors")
     return values
 
 
@@ -217,7 +238,7 @@ def _biases(header: GgufHeader, name: str, is_routed: bool) -> frozenset[str]:
         known = [frozenset(), without_o]
     elif name in ("qwen3", "qwen3moe"):
         known = [frozenset(), _ATTENTION]
-    elif is_routed:  # Mixtral
+    elif is_routed or name in ("phi3", "olmo2", "gemma2", "gemma3"):  # Mixtral
         known = [frozenset()]
     else:
         known = [frozenset(), _ATTENTION, _MLP, _ATTENTION | _MLP]

@@ -271,11 +271,10 @@ class _Builder:
         )
 
     def _norm(self, name: str, size: int) -> Tensor:
-        """The weight of a norm; one that is stored with an offset stays in fp32."""
-        offset = self.config.norm_offset
-        if not offset:
-            return self.source.take(f"{name}.weight", size)
-        return self.source.take(f"{name}.weight", size, dtype=torch.float32) + offset
+        """The weight of a norm, with the offset that its checkpoint leaves out."""
+        dtype = torch.float32 if self.family.wide_norms else None
+        weight = self.source.take(f"{name}.weight", size, dtype=dtype)
+        return weight + self.config.norm_offset if self.config.norm_offset else weight
 
     def mlp(self, index: int) -> Mlp | MoeMlp:
         if self.config.moe_layers[index]:

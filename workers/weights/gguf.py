@@ -16,6 +16,8 @@ from typing import Self
 from torch import Tensor
 
 from penstock.workers.errors import ConfigError, InvariantError, LoadError
+from penstock.workers.families.family import Family
+from penstock.workers.families.table import FAMILIES
 from penstock.workers.gguf.config import ADJACENT_PAIRS, MIXTRAL, is_kept, stated_by
 from penstock.workers.gguf.header import BlockType, TensorInfo, read_header
 from penstock.workers.gguf.metadata import architecture_of
@@ -60,7 +62,7 @@ _MIXTRAL = {
 _STACK = "_exps"
 _ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
-_READ_BY_CONFIG = "rope_freqs.weight"
+_READ_BY_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _HEAD = "lm_head"
 
 
@@ -104,13 +106,13 @@ def open_gguf(file: Path) -> dict[str, StoredTensor]:
     except ConfigError as error:
         raise LoadError(str(error)) from error
     num_experts = getattr(stated, "num_experts", 0)
-    in_block = _IN_BLOCK
+    in_block = _IN_BLOCK | _of_family(FAMILIES[architecture])
     if num_experts:
-        in_block = _IN_BLOCK | (_MIXTRAL if architecture == MIXTRAL else _ROUTED)
+        in_block |= _MIXTRAL if architecture == MIXTRAL else _ROUTED
     heads = {"attn_q": stated.num_attention_heads, "attn_k": stated.num_key_value_heads}
     tensors: dict[str, StoredTensor] = {}
     for info in header.tensors.values():
-        if info.name == _READ_BY_CONFIG:
+        if info.name in _READ_BY_CONFIG:
             continue
         match = _NAME.fullmatch(info.name)
         names = _OUTSIDE if match is None or match[1] is None else in_block
@@ -136,6 +138,19 @@ def open_gguf(file: Path) -> dict[str, StoredTensor]:
         name = f"{module}.{kind}"
         tensors[name] = _tensor(file, name, info, heads.get(part, 0) if is_adjacent else 0)
     return tensors
+
+
+def _of_family(family: Family) -> dict[str, str]:
+    """Norms behind attention and MLP, and fused matrices, where the family has them."""
+    names = family.names
+    found = {"ffn_norm": names.mlp_norm}
+    found["post_attention_norm"] = names.attention_out_norm
+    found["post_ffw_norm"] = names.mlp_out_norm
+    if names.qkv is not None:
+        found["attn_qkv"] = f"self_attn.{names.qkv}"
+    if names.gate_up is not None:
+        found["ffn_up"] = f"mlp.{names.gate_up}"
+    return found
 
 
 def _experts_of(file: Path, info: TensorInfo, num_experts: int) -> Iterator[TensorInfo]:

@@ -37,7 +37,8 @@ gguf = pytest.importorskip("gguf", reason="the package gguf, which writes the fi
 
 NAMES = (
     *("llama", "llama-tied", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn"),
-    *("mistral", "mistral-window", "qwen2", "qwen3"),
+    *("mistral", "mistral-window", "qwen2", "qwen3", "granite", "phi3", "phi3-longrope", "olmo2"),
+    *("gemma2-gguf", "gemma3-gguf", "smollm3-gguf"),
 )
 
 
@@ -76,11 +77,17 @@ def test_the_config_is_that_of_the_checkpoint(name, tmp_path):
     found, expected = ModelConfig.from_pretrained(file), ModelConfig.from_pretrained(folder)
     same = ("vocab_size hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size "
             "tie_word_embeddings max_position_embeddings sliding_window qkv_bias o_bias mlp_bias "
-            "qk_norm eos_token_ids dtype moe_layers")  # fmt: skip
+            "qk_norm eos_token_ids dtype moe_layers norm_place activation layer_ropes")  # fmt: skip
     # A file of a Mistral without a window says llama, which is then the same model.
     assert found.model_type == ("llama" if name == "mistral" else expected.model_type)
     for field in same.split():
         assert getattr(found, field) == getattr(expected, field), field
+    for field in ("embedding_scale", "residual_scale", "scale", "logits_divisor",
+                  "attention_softcap", "logits_softcap"):  # fmt: skip
+        assert getattr(found, field) == pytest.approx(getattr(expected, field), rel=1e-6), field
+    for ours, theirs in zip(found.ropes, expected.ropes, strict=True):
+        assert (ours.theta, ours.rotary_dim) == (theirs.theta, theirs.rotary_dim)
+        assert ours.attention_factor == pytest.approx(theirs.attention_factor)
     assert np.float32(found.rms_norm_eps) == np.float32(expected.rms_norm_eps)
     assert read_limits(file) == read_limits(folder)
     assert ModelConfig.from_pretrained(tmp_path) == found, "as a folder"
