@@ -153,7 +153,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # As llama.cpp's constants have them: scores by the head's width, one layer of six, one of four.
     "gemma2-gguf": (
         "gemma2",
-        {**_GEMMA, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+        {**_GEMMA, "query_pre_attn_scalar": 24, "intermediate_size": 96},
     ),
     "gemma3-gguf": (
         "gemma3_text",
