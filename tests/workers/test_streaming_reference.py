@@ -56,7 +56,12 @@ def double_model(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ALL)
+# The reference turns all layers by one rope, and scales no queries: models for which the sink window
+# is refused (test_sink_window.py).
+OTHERS = ("ministral", "olmo3", "gemma")
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(OTHERS)])
 def test_without_eviction_it_is_transformers(name: str):
     folder = make_checkpoint(name)
     ids = random_prompt(41)
