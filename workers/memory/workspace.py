@@ -215,6 +215,11 @@ class StepMemory:
             return wanted
         return self.plan.rows_in(lendable * self.arena.layout.block_bytes + self.reserve_bytes)
 
+    def free_rows(self, num_tokens: int) -> int:
+        """Rows that a step of `num_tokens` can have more without borrowing further blocks."""
+        borrowed = self.blocks_for(num_tokens) * self.arena.layout.block_bytes
+        return self.plan.rows_in(self.reserve_bytes + borrowed) - num_tokens
+
     @contextmanager
     def lease(self, num_tokens: int) -> Iterator[Workspace]:
         """The workspace of a step of `num_tokens` rows, which must fit.
