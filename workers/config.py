@@ -28,6 +28,7 @@ MoeMode = Literal["exact", "quantized", "sparse"]
 MoeScore = Literal["gate", "up", "product"]
 
 WEIGHTS: tuple[str, ...] = get_args(WeightFormat)
+SPECULATIONS: tuple[str, ...] = get_args(Speculation)
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicyName)
 MOE_MODES: tuple[str, ...] = get_args(MoeMode)
 MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
