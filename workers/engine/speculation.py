@@ -52,7 +52,7 @@ def proposer_of(config: EngineConfig, model: Decoder) -> Proposer | None:
     return None
 
 
-def widths_of(config: EngineConfig, executor: Executor, max_model_len: int) -> Widths:
+def widths_of(executor: Executor, max_model_len: int) -> Widths:
     """By the time that rows take, which is measured now."""
     most = executor.memory.logits.shape[0]
     measured = measure_ridge(
@@ -89,7 +89,7 @@ def drafting_of(
     """None: no drafts. `given`: instead of what `config` says."""
     if given is None:
         proposer = proposer_of(config, model)
-        widths = None if proposer is None else widths_of(config, executor, max_model_len)
+        widths = None if proposer is None else widths_of(executor, max_model_len)
     else:
         proposer, widths = given
     if proposer is None or widths is None:
