@@ -27,11 +27,14 @@ class TextArrays:
     tokens: Ids  # [capacity]
     heads: Ids
     before: Ids  # [capacity]
+    fields: tuple[int, ...]  # of these arrays, as the native functions take them
 
     @classmethod
     def of(cls, capacity: int) -> TextArrays:
         assert capacity & (capacity - 1) == 0 and capacity >= 2
-        return cls(*(np.zeros(capacity, np.int32) for _ in range(3)))
+        arrays = [np.zeros(capacity, np.int32) for _ in range(3)]
+        addresses = [each.ctypes.data for each in arrays]
+        return cls(*arrays, (*addresses, capacity, capacity.bit_length() - 1))
 
     @property
     def num_bytes(self) -> int:
@@ -47,10 +50,7 @@ def index_text(text: TextArrays, begin: int, end: int) -> None:
     """Add positions [begin, end), whose tokens are in place; all before are indexed already, and
     `end` is below 2**31."""
     assert 0 <= begin <= end < 2**31 and end - begin <= len(text.tokens)
-    native.bound.library.pk_index_text(INDEX_TEXT.pack(
-        text.tokens.ctypes.data, text.heads.ctypes.data, text.before.ctypes.data,
-        len(text.tokens), len(text.heads).bit_length() - 1, begin, end,
-    ))  # fmt: skip
+    native.bound.library.pk_index_text(INDEX_TEXT.pack(*text.fields, begin, end))
 
 
 def match_text(
@@ -65,9 +65,8 @@ def match_text(
     assert newest.flags.c_contiguous and newest.dtype == np.int32 and most > 0
     out, found = np.empty(most, np.int32), np.empty(2, np.int64)
     native.bound.library.pk_match_text(MATCH_TEXT.pack(
-        text.tokens.ctypes.data, text.heads.ctypes.data, text.before.ctypes.data,
-        len(text.tokens), len(text.heads).bit_length() - 1, end, newest.ctypes.data, len(newest),
-        is_own, out.ctypes.data, most, found.ctypes.data,
+        *text.fields, end, newest.ctypes.data, len(newest), is_own, out.ctypes.data, most,
+        found.ctypes.data,
     ))  # fmt: skip
     length, num = found.tolist()
     return length, out[:num].tolist()

@@ -24,6 +24,10 @@ from penstock.workers.speculation.draft import (
 # With steps launched ahead: tokens without a draft after which the host no longer reads each token
 # first, and after how many it does so again for once.
 QUIET_TOKENS, LOOK_TOKENS = 16, 64
+# Of steps that give so many tokens by themselves, those after one whose drafts would not have paid
+# look for none: one, then three, at most seven. To look takes up to 2 % of such a step.
+MANY_SAMPLED = 4
+MOST_SKIPPED = 7
 
 
 @dataclass(slots=True)
@@ -62,6 +66,8 @@ class Drafting:
         self._max_rows = max_rows
         self._max_num_batched_tokens = max_num_batched_tokens
         self._free_rows = free_rows
+        self._num_skipped = 0  # steps, after the last one whose drafts did not pay
+        self._num_to_skip = 0
 
     def extend(self, plan: Plan) -> None:
         """Give chunks of `plan` drafts, with slots for their K and V."""
@@ -72,6 +78,10 @@ class Drafting:
         )
         if room < 1 or any(chunk.num_deferred for chunk in plan.chunks):
             return
+        is_large = plan.num_sampled_rows >= MANY_SAMPLED
+        if is_large and self._num_skipped < self._num_to_skip:
+            self._num_skipped += 1
+            return
         offers = [(i, draft) for i, c in enumerate(plan.decode) if (draft := self._offer(c, room))]
         if not offers:
             return
@@ -79,6 +89,8 @@ class Drafting:
         size = StepSize(plan.num_tokens, plan.num_sampled_rows, num_keys)
         offered = [Offer(draft, num_seen(plan.decode[i])) for i, draft in offers]
         widths = self.widths.choose(offered, size, room)
+        self._num_skipped = 0
+        self._num_to_skip = 0 if any(widths) else min(2 * self._num_to_skip + 1, MOST_SKIPPED)
         for (i, draft), width in zip(offers, widths, strict=True):
             chunk = plan.decode[i]
             width = min(width, self.cache.grow_spare(chunk.seq, chunk.start + 1, width))
