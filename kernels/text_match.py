@@ -32,9 +32,10 @@ class TextArrays:
     @classmethod
     def of(cls, capacity: int) -> TextArrays:
         assert capacity & (capacity - 1) == 0 and capacity >= 2
-        arrays = [np.zeros(capacity, np.int32) for _ in range(3)]
-        addresses = [each.ctypes.data for each in arrays]
-        return cls(*arrays, (*addresses, capacity, capacity.bit_length() - 1))
+        tokens, heads, before = (np.zeros(capacity, np.int32) for _ in range(3))
+        addresses = (tokens.ctypes.data, heads.ctypes.data, before.ctypes.data)
+        sizes = (capacity, capacity.bit_length() - 1)
+        return cls(tokens, heads, before, (*addresses, *sizes))
 
     @property
     def num_bytes(self) -> int:
