@@ -45,8 +45,9 @@ class Totals:
         self.num_recomputed_tokens += min(chunk.length, num_deferred)
         self.num_deferred_tokens += chunk.num_deferred
 
-    def observe(self, step: StepInFlight) -> None:
-        """Learn from a step that was read. It began with its launch, or the end of the last one."""
+    def observe(self, step: StepInFlight) -> float:
+        """Learn from a step that was read. It began with its launch, or the end of the last one.
+        Returns the seconds that it took."""
         plan = step.plan
         seconds = step.done_s - max(step.began_s, self.last_done_s)
         self.last_done_s = step.done_s
@@ -55,6 +56,7 @@ class Totals:
         num_cached = sum(chunk.start * chunk.num_rows for chunk in plan.decode)
         num_rows = plan.num_decode_rows
         self.step_model.observe(num_rows, num_cached, plan.num_tokens - num_rows, seconds)
+        return seconds
 
 
 def stats_of(

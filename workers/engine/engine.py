@@ -248,7 +248,9 @@ class Engine:
         except Exception:
             log.exception("a step of %d sequences was lost; ending them", len(plan.chunks))
             return [delta for chunk in plan.chunks for delta in self._lose(chunk.seq)]
-        self.totals.observe(step)
+        seconds = self.totals.observe(step)
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.observe_step(plan, seconds)
         self._renew_costs()
         with self.times.phase("deliver"):
             return self._record(step, result)

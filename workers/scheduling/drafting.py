@@ -134,6 +134,16 @@ class Drafting:
         self.widths.observe(draft, num_accepted)
         self.proposer.observe(seq.text, draft, num_accepted)
 
+    def observe_step(self, plan: Plan, seconds: float) -> None:
+        """The step of `plan` has taken `seconds`."""
+        if plan.prefill or not plan.decode:
+            return
+        keys = [num_seen(chunk) for chunk in plan.decode]
+        size = StepSize(len(keys), len(keys), sum(keys))
+        widths = [len(chunk.drafts) for chunk in plan.decode]
+        num_draft_keys = sum(num * width for num, width in zip(keys, widths, strict=True))
+        self.widths.observe_step(size, sum(widths), num_draft_keys, seconds)
+
     def end(self, seq: Sequence) -> None:
         """`seq` has ended."""
         self.proposer.end(seq.text)

@@ -78,3 +78,9 @@ class Widths(Protocol):
 
     def observe(self, draft: Draft, num_accepted: int) -> None:
         """`draft`, as it was cut, was verified."""
+
+    def observe_step(
+        self, step: StepSize, num_drafts: int, num_draft_keys: int, seconds: float
+    ) -> None:
+        """A step of decode rows alone took `seconds`: of `step`, and of `num_drafts` rows that saw
+        `num_draft_keys` keys."""

@@ -19,6 +19,10 @@ PLACE_BOUNDS = (1, 2, 4)  # the same for a token's place in its draft, from 0
 # Right ones of the first tokens of a kind, as if so many had been seen: short matches say little.
 PRIOR_COUNT = 6.0
 PRIOR_SHARES = (0.4, 0.55, 0.7, 0.8, 0.9)
+PACE = 0.05  # weight of a step in a running mean
+OUTLIER = 3.0  # times slower than usual, as which slower steps count
+LEAST_ADDED = 0.005  # of a step, which a row is measured to add at least
+MOST_SCALE = 100.0
 CERTAIN = 0.95  # of tokens that a grammar forces: another spelling of the text is possible
 
 
@@ -27,12 +31,18 @@ class StepCosts:
     and `key_s` for each key that a row sees."""
 
     def __init__(self, seconds: Mapping[int, float], key_s: float = 0.0):
-        """`seconds` by number of rows, of at least two numbers; never falling with more rows."""
+        """`seconds` by number of rows, of at least two numbers. Where more rows took less, by
+        chance, these and those before take their mean (isotonic regression)."""
         self.key_s = key_s
         self._rows = sorted(seconds)
-        self._seconds: list[float] = []
+        pools: list[tuple[float, int]] = []  # mean and size, ascending
         for rows in self._rows:
-            self._seconds.append(max([seconds[rows], *self._seconds[-1:]]))
+            mean, size = seconds[rows], 1
+            while pools and pools[-1][0] > mean:
+                other, num = pools.pop()
+                mean, size = (mean * size + other * num) / (size + num), size + num
+            pools.append((mean, size))
+        self._seconds = [mean for mean, size in pools for _ in range(size)]
 
     def seconds(self, num_rows: int, num_keys: int) -> float:
         last = len(self._rows) - 1
@@ -80,24 +90,65 @@ class Acceptance:
         return share * PRIOR_COUNT, PRIOR_COUNT
 
 
+class StepWatch:
+    """By how much the rows of drafts take more or less than StepCosts says, from real steps.
+
+    A machine under load measures wrong at the start, and its pace changes. So steps with drafts are
+    compared with those of as many sequences without.
+    """
+
+    def __init__(self, costs: StepCosts):
+        self._costs = costs
+        self._pace: dict[int, float] = {}  # seconds of a step without drafts, by T; by its rows
+        self.scale = 1.0  # of the time that rows of drafts add
+
+    def observe(self, step: StepSize, num_drafts: int, num_draft_keys: int, seconds: float) -> None:
+        """As Widths.observe_step."""
+        plain_s = self._costs.seconds(step.num_rows, step.num_keys)
+        pace = self._pace.get(step.num_rows)
+        if not num_drafts:
+            new = seconds / plain_s
+            # A step that others held up is no measure of the next ones.
+            new = new if pace is None else min(new, OUTLIER * pace)
+            self._pace[step.num_rows] = new if pace is None else pace + PACE * (new - pace)
+            return
+        if pace is None:
+            return
+        added_s = self.unscaled_s(step, num_drafts, step.num_keys + num_draft_keys)
+        found = (seconds / pace - plain_s) / added_s
+        self.scale += PACE * (min(max(found, 0.0), MOST_SCALE) - self.scale)
+
+    def added_s(self, step: StepSize, num_drafts: int, num_keys: int) -> float:
+        """By how much `num_drafts` rows make `step` longer, which then sees `num_keys` keys."""
+        return self.scale * self.unscaled_s(step, num_drafts, num_keys)
+
+    def unscaled_s(self, step: StepSize, num_drafts: int, num_keys: int) -> float:
+        """As it was measured at the start."""
+        plain_s = self._costs.seconds(step.num_rows, step.num_keys)
+        whole_s = self._costs.seconds(step.num_rows + num_drafts, num_keys)
+        return max(whole_s - plain_s, LEAST_ADDED * num_drafts * plain_s)
+
+
 class MeasuredWidths:
     """As many draft tokens as pay by the measured costs and what was accepted so far."""
 
     def __init__(self, costs: StepCosts):
         self.costs = costs
         self.acceptance = Acceptance()
+        self.watch = StepWatch(costs)
 
     def choose(self, offers: list[Offer], step: StepSize, room: int) -> list[int]:
         """As Widths."""
         survival = [self.acceptance.survival(offer.draft) for offer in offers]
         # Within a draft they never rise, so the likeliest tokens are leading parts of drafts.
         order = sorted(((-s, i) for i, each in enumerate(survival) for s in each))[:room]
-        rows, keys, tokens = step.num_rows, step.num_keys, float(step.num_sampled)
-        best, best_num = GAIN * tokens / self.costs.seconds(rows, keys), 0
+        keys, tokens = step.num_keys, float(step.num_sampled)
+        plain_s = self.costs.seconds(step.num_rows, keys)
+        best, best_num = GAIN * tokens / plain_s, 0
         for num, (negative, i) in enumerate(order, 1):
             tokens -= negative
             keys += offers[i].num_keys
-            rate = tokens / self.costs.seconds(rows + num, keys)
+            rate = tokens / (plain_s + self.watch.added_s(step, num, keys))
             if rate > best:
                 best, best_num = rate, num
         widths = [0] * len(offers)
@@ -108,3 +159,9 @@ class MeasuredWidths:
     def observe(self, draft: Draft, num_accepted: int) -> None:
         """As Widths."""
         self.acceptance.observe(draft, num_accepted)
+
+    def observe_step(
+        self, step: StepSize, num_drafts: int, num_draft_keys: int, seconds: float
+    ) -> None:
+        """As Widths."""
+        self.watch.observe(step, num_drafts, num_draft_keys, seconds)

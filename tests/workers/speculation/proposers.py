@@ -87,3 +87,9 @@ class Widest:
 
     def observe(self, draft: Draft, num_accepted: int) -> None:
         pass
+
+    def observe_step(
+        self, step: StepSize, num_drafts: int, num_draft_keys: int, seconds: float
+    ) -> None:
+        assert step.num_rows == step.num_sampled > 0 and seconds > 0
+        assert num_drafts or not num_draft_keys
