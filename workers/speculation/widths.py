@@ -19,10 +19,9 @@ PLACE_BOUNDS = (1, 2, 4)  # the same for a token's place in its draft, from 0
 # Right ones of the first tokens of a kind, as if so many had been seen: short matches say little.
 PRIOR_COUNT = 6.0
 PRIOR_SHARES = (0.4, 0.55, 0.7, 0.8, 0.9)
-PACE = 0.05  # weight of a step in a running mean
-OUTLIER = 3.0  # times slower than usual, as which slower steps count
+PACE = 1.04  # by which a step moves a running median
 LEAST_ADDED = 0.005  # of a step, which a row is measured to add at least
-MOST_SCALE = 100.0
+LEAST_SCALE, MOST_SCALE = 0.1, 100.0
 CERTAIN = 0.95  # of tokens that a grammar forces: another spelling of the text is possible
 
 
@@ -94,7 +93,7 @@ class StepWatch:
     """By how much the rows of drafts take more or less than StepCosts says, from real steps.
 
     A machine under load measures wrong at the start, and its pace changes. So steps with drafts are
-    compared with those of as many sequences without.
+    compared with those of as many sequences without; medians, as some steps are held up by others.
     """
 
     def __init__(self, costs: StepCosts):
@@ -107,16 +106,14 @@ class StepWatch:
         plain_s = self._costs.seconds(step.num_rows, step.num_keys)
         pace = self._pace.get(step.num_rows)
         if not num_drafts:
-            new = seconds / plain_s
-            # A step that others held up is no measure of the next ones.
-            new = new if pace is None else min(new, OUTLIER * pace)
-            self._pace[step.num_rows] = new if pace is None else pace + PACE * (new - pace)
+            found = seconds / plain_s
+            self._pace[step.num_rows] = found if pace is None else _towards(found, pace)
             return
         if pace is None:
             return
         added_s = self.unscaled_s(step, num_drafts, step.num_keys + num_draft_keys)
         found = (seconds / pace - plain_s) / added_s
-        self.scale += PACE * (min(max(found, 0.0), MOST_SCALE) - self.scale)
+        self.scale = min(max(_towards(found, self.scale), LEAST_SCALE), MOST_SCALE)
 
     def added_s(self, step: StepSize, num_drafts: int, num_keys: int) -> float:
         """By how much `num_drafts` rows make `step` longer, which then sees `num_keys` keys."""
@@ -127,6 +124,11 @@ class StepWatch:
         plain_s = self._costs.seconds(step.num_rows, step.num_keys)
         whole_s = self._costs.seconds(step.num_rows + num_drafts, num_keys)
         return max(whole_s - plain_s, LEAST_ADDED * num_drafts * plain_s)
+
+
+def _towards(found: float, median: float) -> float:
+    """A running median after one more value."""
+    return median * PACE if found > median else median / PACE
 
 
 class MeasuredWidths:
