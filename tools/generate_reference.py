@@ -132,6 +132,8 @@ def _answer(flag: VllmFlag) -> tuple[str, str]:
     answers = []
     if flag.setting is not None:
         answers.append("MODEL" if flag.setting == "model" else f"`{flag_of(flag.setting)}`")
+    if flag.read is not None:
+        answers.append(", ".join(f"`{flag_of(name)}`" for name in flag.becomes))
     for value, settings in flag.values.items():
         shown = " ".join(f"`{_as_flag(*each)}`" for each in settings.items()) or "nothing to do"
         answers.append(shown if value == NO_VALUE else f"`{value}`: {shown}")

@@ -28,9 +28,11 @@ from tools.result_tables import (
     memory,
     security,
     serving,
+    speculation,
 )
 
 PAGE = ROOT / "docs" / "benchmarks" / "results.md"
+SPECULATION_RUNS = ("int8-1", "bf16-1", "int8-4", "int8-16")
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.S)
 MARKER = re.compile(r"<!-- (?:begin|end) (\S+) -->")
 
@@ -138,6 +140,12 @@ TABLES: dict[str, Table] = {
         memory.matmul,
         takes_all=True,
     ),
+    "speculation": Table(
+        [f"speculation/epyc-zen4-{run}" for run in SPECULATION_RUNS],
+        speculation.speculation,
+        takes_all=True,
+    ),
+    "speculation-proposer": Table(["speculation/epyc-zen4-proposer"], speculation.proposer),
     "int4-by-rows": Table(["int4-by-rows/epyc-zen5"], memory.int4_by_rows),
     "int4-unprepared": Table(["format-quality/xeon-amx-unprepared"], memory.int4_quality),
     "int4-off-grid": Table(["format-quality/xeon-amx-smollm2-off-grid"], memory.int4_quality),

@@ -23,10 +23,12 @@ Int4Group = Literal["16", "32", "64", "128"]
 Int4Activations = Literal["auto", "int8", "plain"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
+Speculation = Literal["auto", "off", "lookup", "suffix"]
 MoeMode = Literal["exact", "quantized", "sparse"]
 MoeScore = Literal["gate", "up", "product"]
 
 WEIGHTS: tuple[str, ...] = get_args(WeightFormat)
+SPECULATIONS: tuple[str, ...] = get_args(Speculation)
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicyName)
 MOE_MODES: tuple[str, ...] = get_args(MoeMode)
 MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
@@ -36,6 +38,7 @@ NUMERICS = (
     *("kv", "kv_group"),
     *("expert_cache_gb", "moe_mode", "moe_copies", "moe_keep", "moe_score"),
 )
+LEAST_SAMPLED_ROWS = 16  # of a step with drafts
 DEFAULT_KV_GROUP = 32  # kv_group auto, where 32 divides the head dimension
 
 
@@ -192,6 +195,24 @@ class BatchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """Draft tokens, which a step verifies beside the next token."""
+
+    GROUP: ClassVar[str] = "speculation"
+
+    speculate: Speculation = option(
+        "off",
+        "where draft tokens come from, which a step verifies beside the next token: answers are "
+        "the same, copied text comes faster (docs/guide/speculation.md); lookup: the request's own "
+        "prompt and answer; suffix: also earlier answers of the same tenant; auto: suffix on a "
+        "CPU, off on a GPU",
+    )
+    speculate_tokens: int = option(
+        15, "maximum draft tokens of one sequence in a step", min=1, max=64
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KvOptions:
     """The KV cache: its size, its number format, and the memory that it shares."""
 
@@ -344,6 +365,7 @@ class EngineConfig(
     DeviceOptions,
     KvOptions,
     BatchOptions,
+    SpeculationOptions,
     ContextOptions,
     KvPressureOptions,
     ExpertOptions,
@@ -393,6 +415,14 @@ class EngineConfig(
         for name in ("host_kv_gb", "expert_cache_gb"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{wanted} cannot be combined with {name}: leave one of them out")
+
+    @property
+    def max_sampled_rows(self) -> int:
+        """Most rows of a step that are sampled from: one a sequence; drafts use those that are
+        left, and some if there are none."""
+        if self.speculate == "off":
+            return self.max_num_seqs
+        return max(self.max_num_seqs, min(LEAST_SAMPLED_ROWS, self.max_num_batched_tokens))
 
     @property
     def numerics(self) -> str:

@@ -159,6 +159,9 @@ class SamplingParams:
     moe_mode: str | None = parameter(
         None, WIDE_APIS, "of cached experts: exact, or the mode of the server, the default"
     )
+    speculate: bool | None = parameter(
+        None, WIDE_APIS, "false: no draft tokens for this answer; its tokens are the same"
+    )
 
     @property
     def edits_logits(self) -> bool:
@@ -303,6 +306,8 @@ class Delta:
     error_param: str | None = None  # the field at fault
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_evicted_tokens: int = 0  # with the last delta: tokens that the sink window evicted
+    num_draft_tokens: int = 0  # that steps have verified so far
+    num_accepted_tokens: int = 0  # of those, part of the answer
     moe_mode: str = "exact"  # with the last delta: how exact the experts were
     num_neurons: int = 0  # with the last delta: sparse, of the experts that answer tokens had
     num_skipped_neurons: int = 0  # of those, skipped

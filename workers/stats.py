@@ -171,6 +171,8 @@ class EngineStats:
     num_steps_ahead: int = 0  # of those, launched before the host had read the step before
     num_graph_steps: int = 0  # of them, launched as one CUDA graph
     num_discarded_tokens: int = 0  # sampled for requests that had ended when they were read
+    num_draft_tokens: dict[str, int] = field(default_factory=dict)  # verified, by source
+    num_accepted_tokens: dict[str, int] = field(default_factory=dict)  # of those, right
     num_prompt_tokens: int = 0  # computed, recomputation after preemption included
     num_generated_tokens: int = 0
     num_preemptions: int = 0

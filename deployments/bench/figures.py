@@ -53,6 +53,8 @@ class Outcome:
     chunks: list[Chunk] = field(default_factory=list)
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     was_cut: bool = False
     error: str | None = None
 
@@ -156,6 +158,8 @@ def figures_of(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
         "input_tokens": num_input,
         "input_tokens_estimated": sum(each.prompt_tokens is None for each in good),
         "output_tokens": num_output,
+        "draft_tokens": sum(each.draft_tokens for each in good),
+        "accepted_draft_tokens": sum(each.accepted_draft_tokens for each in good),
         "requests_per_s": len(good) * per_s,
         "input_tokens_per_s": num_input * per_s,
         "output_tokens_per_s": num_output * per_s,

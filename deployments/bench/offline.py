@@ -69,6 +69,8 @@ def _drain(
         for delta in deltas:
             outcome = outcomes[delta.request_id]
             outcome.chunks.append(Chunk(now_s, 0, len(delta.token_ids)))
+            outcome.draft_tokens = delta.num_draft_tokens
+            outcome.accepted_draft_tokens = delta.num_accepted_tokens
             if delta.finish_reason is not None:
                 outcome.ended_s = now_s
                 outcome.error = delta.error

@@ -174,6 +174,8 @@ async def _watch(target: Target, call: BenchCall, outcome: Outcome, progress: Pr
             if piece.prompt_tokens is not None:
                 outcome.prompt_tokens = piece.prompt_tokens
                 outcome.completion_tokens = piece.completion_tokens
+                outcome.draft_tokens = piece.draft_tokens
+                outcome.accepted_draft_tokens = piece.accepted_draft_tokens
             elif call.cut_at is not None and num_tokens >= call.cut_at:
                 outcome.was_cut = True
                 return

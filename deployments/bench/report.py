@@ -50,6 +50,9 @@ def _counts(figures: Mapping[str, Any]) -> list[str]:
         ("input tokens, tokens/s", _tokens(figures, "input")),
         ("output tokens, tokens/s", _tokens(figures, "output")),
     ]
+    if num_drafts := figures["draft_tokens"]:
+        accepted = figures["accepted_draft_tokens"]
+        rows.append(("draft tokens, accepted", f"{num_drafts}, {accepted}"))
     if goodput := figures.get("goodput"):
         share = f"{goodput['requests_per_s']:.2f} ({100 * goodput['share']:.0f} %)"
         rows.append(("goodput, requests/s", share))

@@ -48,6 +48,8 @@ class TargetPiece:
     num_tokens: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    draft_tokens: int = 0  # that the server verified
+    accepted_draft_tokens: int = 0  # of those, right
 
 
 class Target(Protocol):
@@ -185,7 +187,12 @@ class _Pieces:
         if num_tokens is None and body["choices"]:  # this server reports usage with every chunk
             num_tokens = completion - self._num_reported
         self._num_reported = completion
-        return TargetPiece(num_chars, num_tokens, usage["prompt_tokens"], completion)
+        details = usage.get("completion_tokens_details") or {}
+        accepted = details.get("accepted_prediction_tokens") or 0
+        drafts = accepted + (details.get("rejected_prediction_tokens") or 0)
+        return TargetPiece(
+            num_chars, num_tokens, usage["prompt_tokens"], completion, drafts, accepted
+        )
 
 
 async def _events(answer: HttpAnswer) -> AsyncGenerator[bytes, None]:
@@ -262,7 +269,12 @@ class GrpcTarget:
                     else:
                         used = piece.usage
                         yield TargetPiece(
-                            num_chars, num_tokens, used.prompt_tokens, used.completion_tokens
+                            num_chars,
+                            num_tokens,
+                            used.prompt_tokens,
+                            used.completion_tokens,
+                            used.draft_tokens,
+                            used.accepted_draft_tokens,
                         )
         except ClientError as error:
             raise TargetError(error.code, error.message) from None

@@ -156,6 +156,7 @@ def run_offline(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_gb=args.kv_cache_gb,
+        speculate=args.speculate,
         max_waiting=max(len(jobs), 1),
         prefix_cache=False,  # random prompts share no prefix
     )

@@ -92,6 +92,8 @@ def piece_of(message: pb.GenerateResponse | pb.ChatResponse) -> Piece:
             used.moe_mode,
             used.neurons,
             used.skipped_neurons,
+            used.draft_tokens,
+            used.accepted_draft_tokens,
         )
     chat = message if isinstance(message, pb.ChatResponse) else None
     return Piece(

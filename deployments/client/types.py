@@ -53,6 +53,7 @@ class Sampling(TypedDict, total=False):
     window: int
     roll: int
     moe_mode: str  # "exact", or what the server is configured for
+    speculate: bool  # False: no draft tokens; the answer is the same
     n: int  # answers, side by side
     truncate_prompt_tokens: int
     return_timings: bool
@@ -119,7 +120,8 @@ class Usage:
     """Tokens of one answer. `cached_tokens` of the prompt came from the prefix cache; a sink window
     has put `evicted_tokens` out of sight for good; `reasoning_tokens` are part of the completion.
     `moe_mode` says how exact the experts were if they were not, or if it was asked for; sparse ones
-    left out `skipped_neurons` of `neurons`.
+    left out `skipped_neurons` of `neurons`. Of `draft_tokens` that were verified,
+    `accepted_draft_tokens` are part of the completion.
     """
 
     prompt_tokens: int
@@ -131,6 +133,8 @@ class Usage:
     moe_mode: str = ""
     neurons: int = 0
     skipped_neurons: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class SamplingParams:
     window: int | None = None
     roll: int | None = None
     moe_mode: str | None = None
+    speculate: bool | None = None
 
     def body(self) -> dict[str, Any]:
         """The fields that are set, as a body of the HTTP API has them."""

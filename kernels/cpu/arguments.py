@@ -101,6 +101,10 @@ SAMPLE = Arguments(
     "dtype logits stride rows vocab inverse_temperature top_k top_p min_p uniform scratch ids "
     "threads"
 )
+INDEX_TEXT = Arguments("tokens heads before capacity head_bits begin end")
+MATCH_TEXT = Arguments(
+    "tokens heads before capacity head_bits end newest num_newest is_own out most found"
+)
 RUN = Arguments("calls count")
 
 OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py records their calls
@@ -130,7 +134,12 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "sample": SAMPLE,
     "gather": GATHER,
 }
-FUNCTIONS: Mapping[str, Arguments] = {**OPERATORS, "run": RUN}
+FUNCTIONS: Mapping[str, Arguments] = {
+    **OPERATORS,
+    "run": RUN,
+    "index_text": INDEX_TEXT,
+    "match_text": MATCH_TEXT,
+}
 
 
 def declare(library: Any) -> None:

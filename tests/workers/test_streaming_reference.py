@@ -56,8 +56,8 @@ def double_model(name: str) -> Any:
     return model
 
 
-# The reference turns all layers by one rope, and scales no queries: models for which the sink window
-# is refused (test_sink_window.py).
+# The reference turns all layers by one rope, and scales no queries: these are models for which the
+# sink window is refused (test_sink_window.py).
 OTHERS = ("ministral", "olmo3", "gemma")
 
 

@@ -113,6 +113,8 @@ def delta_message(delta: Delta, stream_id: int) -> pb.Delta:
         error_message=delta.error_message,
         error_param=delta.error_param or "",
         num_evicted_tokens=delta.num_evicted_tokens,
+        num_draft_tokens=delta.num_draft_tokens,
+        num_accepted_tokens=delta.num_accepted_tokens,
         moe_mode="" if delta.moe_mode == "exact" else delta.moe_mode,
         num_neurons=delta.num_neurons,
         num_skipped_neurons=delta.num_skipped_neurons,
@@ -144,7 +146,8 @@ def step_bytes(pending: Mapping[int, Delta], epoch: int, heard: int) -> bytes:
 
 
 def _is_token_only(delta: Delta) -> bool:
-    """num_cached_tokens may be dropped: the first delta, which has `times`, has sent it."""
+    """num_cached_tokens may be dropped: the first delta, which has `times`, has sent it. The counts
+    of drafts come with the last delta at the latest."""
     return (
         len(delta.token_ids) == 1
         and delta.finish_reason is None
@@ -169,6 +172,8 @@ def delta_from(message: pb.Delta, request_id: str) -> Delta:
         error_message=message.error_message,
         error_param=message.error_param or None,
         num_evicted_tokens=message.num_evicted_tokens,
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
         moe_mode=message.moe_mode or "exact",
         num_neurons=message.num_neurons,
         num_skipped_neurons=message.num_skipped_neurons,

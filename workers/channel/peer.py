@@ -31,7 +31,11 @@ MAX_PENDING_BYTES = 64 << 20
 # Of deltas in one message, as they lie in memory: on the wire they take less, a fourth at most.
 MAX_STEP_BYTES = 8 << 20
 _LISTS = ("token_ids", "logprobs", "prompt_logprobs", "events")
-_COUNTS = ("num_cached_tokens", "num_evicted_tokens")  # they only grow; not every delta has them
+# They only grow; not every delta has them.
+_COUNTS = (
+    *("num_cached_tokens", "num_evicted_tokens"),
+    *("num_draft_tokens", "num_accepted_tokens"),
+)
 _OF_FIRST = ("request_id", "times", "engine", "computes")
 _OF_LAST = tuple(
     each.name for each in fields(Delta) if each.name not in (*_LISTS, *_COUNTS, *_OF_FIRST)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import log_memory, step_memory
+from penstock.workers.engine.speculation import drafting_of
 from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.execution.cuda_graphs import (
     Capture,
@@ -41,6 +42,7 @@ from penstock.workers.scheduling.deferral import (
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.swap import host_swap
+from penstock.workers.speculation.draft import Proposer, Widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,11 @@ class EngineParts:
 
 
 def build_parts(
-    config: EngineConfig, model: Decoder, commit_rule: Rule | None, capture: Capture | None
+    config: EngineConfig,
+    model: Decoder,
+    commit_rule: Rule | None,
+    capture: Capture | None,
+    speculation: tuple[Proposer, Widths] | None = None,
 ) -> EngineParts:
     """The connected parts. Raises ConfigError where memory is short. Arguments: those of Engine."""
     check_length(config.max_model_len, model.config.max_position_embeddings)
@@ -99,6 +105,7 @@ def build_parts(
         scheduler.deferral = deferral_of(config, rule)
     if sizes is not None:
         _capture(executor, sizes, capture, memory.rest[scratch_bytes(config, layout) :], config)
+    scheduler.drafting = drafting_of(config, model, cache, executor, max_model_len, speculation)
     rates = None
     if config.host_kv_gb is not None:
         cache.swap, rates = host_swap(config, memory.arena, executor.run_rows, most_rows)
@@ -133,7 +140,7 @@ def make_executor(
     replay = None
     if model.device.type == "cpu":
         longest = -(-max_model_len // config.block_size) + num_scratch_blocks(config)
-        replay = DecodeReplay(model, kv_layers, config.max_num_seqs, longest)
+        replay = DecodeReplay(model, kv_layers, config.max_sampled_rows, longest)
     return Executor(model, kv_layers, config.block_size, memory, replay)
 
 

@@ -45,16 +45,18 @@ class Totals:
         self.num_recomputed_tokens += min(chunk.length, num_deferred)
         self.num_deferred_tokens += chunk.num_deferred
 
-    def observe(self, step: StepInFlight) -> None:
-        """Learn from a step that was read. It began with its launch, or the end of the last one."""
+    def observe(self, step: StepInFlight) -> float:
+        """Learn from a step that was read. It began with its launch, or the end of the last one.
+        Returns the seconds that it took."""
         plan = step.plan
         seconds = step.done_s - max(step.began_s, self.last_done_s)
         self.last_done_s = step.done_s
         if self.rates is not None:
             self.rates.observe_step(plan.num_tokens, seconds)
-        num_cached = sum(chunk.start for chunk in plan.decode)
-        num_prompt = plan.num_tokens - len(plan.decode)
-        self.step_model.observe(len(plan.decode), num_cached, num_prompt, seconds)
+        num_cached = sum(chunk.start * chunk.num_rows for chunk in plan.decode)
+        num_rows = plan.num_decode_rows
+        self.step_model.observe(num_rows, num_cached, plan.num_tokens - num_rows, seconds)
+        return seconds
 
 
 def stats_of(
@@ -68,6 +70,7 @@ def stats_of(
     """A snapshot of the parts of one engine."""
     memory, routed, graphs = executor.memory, executor.model.routed, executor.graphs
     pool, cache, layout = memory.pool, scheduler.cache, memory.arena.layout
+    drafting = scheduler.drafting
     tier = None if cache.swap is None else cache.swap.tier
     ranks = executor.model.ranks()
     block_bytes = sum(each.kv_bytes for each in ranks) // pool.num_blocks or layout.block_bytes
@@ -86,6 +89,8 @@ def stats_of(
         num_steps_ahead=totals.num_steps_ahead,
         num_graph_steps=0 if graphs is None else graphs.num_replays,
         num_discarded_tokens=totals.num_discarded_tokens,
+        num_draft_tokens={} if drafting is None else dict(drafting.counts.proposed),
+        num_accepted_tokens={} if drafting is None else dict(drafting.counts.accepted),
         num_prompt_tokens=totals.num_prompt_tokens,
         num_generated_tokens=totals.num_generated_tokens,
         num_preemptions=scheduler.num_preemptions,

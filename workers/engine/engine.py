@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,9 +35,11 @@ from penstock.workers.request import (
     Request,
     RequestError,
 )
+from penstock.workers.sampling.sampler import Sampled
 from penstock.workers.scheduling.deferral import Rule
-from penstock.workers.scheduling.plan import Plan
+from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
+from penstock.workers.speculation.draft import Proposer, Widths
 from penstock.workers.stats import EngineFacts, EngineStats
 from penstock.workers.structured.grammar import GrammarMatcher
 
@@ -56,14 +59,16 @@ class Engine:
         commit_rule: Rule | None = None,
         capture: Capture | None = None,
         pooling: Pooling | None = None,
+        speculation: tuple[Proposer, Widths] | None = None,
     ):
         """`commit_rule` decides on deferred commit; None: the measured ridge does.
 
         `capture` makes the decode graphs; None: CUDA does, where the configuration wants them.
         `pooling`: of prompts that are embedded; None: as `config` says, without a look at files.
+        `speculation`: what proposes drafts and how many are verified; None: as `config` says.
         Raises ConfigError where the model or the memory does not allow what is configured.
         """
-        parts = build_parts(config, model, commit_rule, capture)
+        parts = build_parts(config, model, commit_rule, capture, speculation)
         self.config = config
         self.model = model
         self.memory, self.cache, self.scheduler = parts.memory, parts.cache, parts.scheduler
@@ -187,7 +192,8 @@ class Engine:
         self._mark_launched(launched)
         if before is not None:
             deltas += self._commit(before)
-        if self.async_scheduling and self.scheduler.may_run_ahead():
+        is_final = not plan.num_drafts  # else only reading it tells how many tokens there are
+        if self.async_scheduling and is_final and self.scheduler.may_run_ahead():
             self._in_flight = launched
         else:
             deltas += self._commit(launched)
@@ -242,7 +248,9 @@ class Engine:
         except Exception:
             log.exception("a step of %d sequences was lost; ending them", len(plan.chunks))
             return [delta for chunk in plan.chunks for delta in self._lose(chunk.seq)]
-        self.totals.observe(step)
+        seconds = self.totals.observe(step)
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.observe_step(plan, seconds)
         self._renew_costs()
         with self.times.phase("deliver"):
             return self._record(step, result)
@@ -266,8 +274,8 @@ class Engine:
                 # After a preemption the prompt is computed again, and some are known already.
                 num_known = len(seq.prompt_logprobs) - chunk.start
                 seq.prompt_logprobs += result.prompt_logprobs[i][num_known:]
-            token = None if row is None else result.sampled[row]
-            if token is not None and token.token_id < 0:
+            tokens = [] if row is None else result.sampled[row : row + 1 + len(chunk.drafts)]
+            if tokens and tokens[0].token_id < 0:
                 deltas.append(self._fail_row(seq))
                 continue
             self.cache.commit(seq, chunk.start + chunk.length - chunk.num_deferred)
@@ -275,12 +283,35 @@ class Engine:
                 seq.pool(result.pooled[i])
             if seq.request.embeds and chunk.samples:
                 deltas.append(self._embedded(seq))
-            if token is not None:
-                delta = seq.append(token.token_id, token.logprob)
-                self.totals.num_generated_tokens += 1
-                deltas.append(delta)
-                if delta.finish_reason is not None:
-                    self._finish(seq, delta.finish_reason)
+            if tokens:
+                deltas += self._append(seq, chunk, tokens)
+        return deltas
+
+    def _append(self, seq: Sequence, chunk: Chunk, tokens: list[Sampled]) -> list[Delta]:
+        """Record the sampled token, and those that were sampled after drafts which agree with what
+        was sampled in their place. `tokens`: of the chunk, then of its drafts."""
+        num_accepted = 0
+        for draft, token in zip(chunk.drafts, tokens):
+            if token.token_id != draft:
+                break
+            num_accepted += 1
+        if chunk.draft is not None and self.scheduler.drafting is not None:
+            self.scheduler.drafting.verified(chunk, num_accepted)
+        deltas = [seq.append(tokens[0].token_id, tokens[0].logprob)]
+        for token in tokens[1 : num_accepted + 1]:
+            if deltas[-1].finish_reason is not None:
+                break
+            seq.mark_accepted()
+            if token.token_id < 0:
+                return [*deltas, self._fail_row(seq)]
+            self.cache.commit(seq, seq.num_computed_tokens)
+            deltas.append(seq.append(token.token_id, token.logprob))
+        self.totals.num_generated_tokens += len(deltas)
+        reason = deltas[-1].finish_reason
+        if reason is not None:
+            self._finish(seq, reason)
+        elif chunk.draft is not None:
+            self.cache.give_back(seq, seq.num_computed_tokens)
         return deltas
 
     def _lose(self, seq: Sequence) -> list[Delta]:
@@ -298,8 +329,10 @@ class Engine:
         for chunk in plan.chunks:
             if chunk.seq.state is not SequenceState.RUNNING:  # the step before was its last
                 continue
+            if chunk.draft is not None:
+                self.cache.give_back(chunk.seq, chunk.start + chunk.length)
             alone = Plan()
-            alone.add(chunk)
+            alone.add(replace(chunk, draft=None))
             try:
                 launched = self._launch(alone)
                 launched.read()

@@ -28,15 +28,16 @@ def step_memory(
     """The arena with its pool, and the activations and logits of a step in it.
 
     The reserve has room for a row of each sequence, so that a step is possible however full the
-    pool is; with separate activations, for the largest step. `extra_bytes` of it stay free, after
-    the scratch blocks. Raises ConfigError if memory is short.
+    pool is, and for some rows of drafts; with separate activations, for the largest step.
+    `extra_bytes` of it stay free, after the scratch blocks. Raises ConfigError if memory is short.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
     is_separate = config.activation_memory == "separate"
-    reserve_tokens = config.max_num_batched_tokens if is_separate else config.max_num_seqs
+    most_rows = config.max_sampled_rows
+    reserve_tokens = config.max_num_batched_tokens if is_separate else most_rows
     if num_scratch_blocks(config) and not is_separate:  # one sequence at its limit always fits
         reserve_tokens += most_pending(config)
-    reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(config.max_num_seqs)
+    reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(most_rows)
     reserve_bytes += scratch_bytes(config, layout) + extra_bytes
     num_blocks = _num_blocks(config, layout, model, reserve_bytes)
     num_borrowed = blocks_to_borrow(
@@ -48,7 +49,7 @@ def step_memory(
         plan,
         logits,
         reserve_tokens=reserve_tokens,
-        num_logits=config.max_num_seqs,
+        num_logits=most_rows,
     )
 
 

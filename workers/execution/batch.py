@@ -82,9 +82,16 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
     decode, prefill = plan.decode, plan.prefill
     decode_tables, prefill_tables = _tables(decode), _tables(prefill)
     position = np.array([chunk.start for chunk in decode], dtype=np.int64)
-    slots = [_slots_of_rows(decode, decode_tables, position, block_size)] if decode else []
-    unread = [(i, row_of[c.seq]) for i, c in enumerate(decode) if c.seq.num_unread_tokens]
     known = [0 if c.seq.num_unread_tokens else c.seq.token_ids[c.start] for c in decode]
+    rows = decode  # the chunk of each decode row
+    if plan.num_drafts:
+        rows = [chunk for chunk in decode for _ in range(chunk.num_rows)]
+        decode_tables = np.repeat(decode_tables, [chunk.num_rows for chunk in decode], axis=0)
+        spans = [np.arange(c.start, c.start + c.num_rows, dtype=np.int64) for c in decode]
+        position = np.concatenate(spans)
+        known = [i for first, c in zip(known, decode, strict=True) for i in (first, *c.drafts)]
+    slots = [_slots_of_rows(rows, decode_tables, position, block_size)] if decode else []
+    unread = [(i, row_of[c.seq]) for i, c in enumerate(rows) if c.seq.num_unread_tokens]
     token_ids = [np.array(known, dtype=np.int64)]
     positions = [position]
     for chunk, table in zip(prefill, prefill_tables):
@@ -109,13 +116,14 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
         prefill_lens=np.array(lens, dtype=np.int32),
         max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
         unread=np.array([*zip(*unread)], dtype=np.int64).reshape(2, -1),
-        rolling=_rolling(plan.chunks, positions),
+        rolling=_rolling([*rows, *prefill], positions),
     )
 
 
 def _rolling(chunks: list[Chunk], positions: list[Ints]) -> HostRolling | None:
-    """What each row sees, if a sequence of the step has evicted tokens; else None."""
-    if not any(c.seq.context.num_evicted(c.start + c.length - 1) for c in chunks):
+    """What each row sees, if a sequence of the step has evicted tokens; else None. `chunks`: of
+    each decode row, then the prefill chunks."""
+    if not any(c.seq.context.num_evicted(c.start + c.num_rows - 1) for c in chunks):
         return None
     spans = [*positions[0][:, None], *positions[1:]]
     rows = [chunk.seq.context.rows(span) for chunk, span in zip(chunks, spans, strict=True)]

@@ -55,8 +55,8 @@ class GraphSizes:
     table_width: int
 
     @classmethod
-    def of(cls, max_num_seqs: int, max_len: int, block_size: int) -> GraphSizes:
-        most = min(max_num_seqs, MAX_ROWS)
+    def of(cls, max_rows: int, max_len: int, block_size: int) -> GraphSizes:
+        most = min(max_rows, MAX_ROWS)
         rows = [*FEW_ROWS, *range(2 * FEW_ROWS[-1], most, FEW_ROWS[-1])]
         lengths = [MIN_LENGTH]
         while lengths[-1] < max_len:
@@ -197,7 +197,7 @@ def graph_sizes(config: EngineConfig, model: Decoder, captures: bool) -> GraphSi
     if not (captures or wants_graphs(config, model)):
         return None
     max_len = config.max_model_len or model.config.max_position_embeddings
-    return GraphSizes.of(config.max_num_seqs, max_len, config.block_size)
+    return GraphSizes.of(config.max_sampled_rows, max_len, config.block_size)
 
 
 def wants_graphs(config: EngineConfig, model: Decoder) -> bool:

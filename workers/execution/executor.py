@@ -156,17 +156,19 @@ class Executor:
         return workspace.normed
 
     @torch.inference_mode()
-    def run_rows(self, num_rows: int) -> None:
-        """Compute `num_rows` decode rows over block 0, and wait for them: for measurements.
+    def run_rows(self, num_rows: int, num_keys: int = 1) -> None:
+        """Compute `num_rows` decode rows that see `num_keys` keys each, all in block 0, and wait
+        for them: for measurements.
 
         Leaves garbage in block 0, so call it before the first sequence is added.
         """
         nothing = torch.zeros(num_rows, dtype=torch.int64, device=self.model.device)
         one = torch.ones(num_rows, dtype=torch.int32, device=self.model.device)
+        tables = torch.zeros_like(one)[:, None].repeat(1, -(-num_keys // self.block_size))
         inputs = AttentionInputs(
             slots=nothing,
             num_decode=num_rows,
-            decode=DecodeBatch(torch.zeros_like(one)[:, None], one, max_context_len=1),
+            decode=DecodeBatch(tables, one * num_keys, max_context_len=num_keys),
             prefill=PrefillBatch(one[:0, None], one[:1] - 1, one[:0], max_query_len=0),
         )
         with self.memory.lease(num_rows) as workspace:

@@ -27,7 +27,8 @@ GREEDY_BELOW = 1e-5  # smaller temperatures overflow 1/T, and are greedy in effe
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a plan: a token for each chunk that samples, in the order of `plan.chunks`.
+    """The result of a plan: a token for each chunk that samples, in the order of `plan.chunks`, and
+    after it one for each of the chunk's drafts.
 
     `prompt_logprobs`: by index of the chunk, those of the prompt tokens that follow its tokens.
     `pooled`: by index of the chunk, fp32 [hidden], the sum of the hidden states that it adds.
@@ -97,7 +98,7 @@ class PreparedStep:
 
     batch: HostBatch
     last_rows: list[int]  # rows of the batch that are sampled from
-    row_of: dict[Sequence, int]  # sequence -> its index in last_rows
+    row_of: dict[Sequence, int]  # sequence -> its first index in last_rows
     rows: list[RowSampling]
     prompts: list[PromptRows]
     chunks: list[Chunk]
@@ -105,7 +106,7 @@ class PreparedStep:
 
     @property
     def moe_spans(self) -> list[Span]:
-        return [(c.seq.moe_mode, c.seq.num_prompt_tokens, c.start, c.length) for c in self.chunks]
+        return [(c.seq.moe_mode, c.seq.num_prompt_tokens, c.start, c.num_rows) for c in self.chunks]
 
     @property
     def samples_all(self) -> bool:
@@ -139,7 +140,7 @@ class StepInFlight:
         began_s: float,
     ):
         self.plan = plan
-        self.row_of = row_of  # sequence that samples -> its row of `output.sampled`
+        self.row_of = row_of  # sequence that samples -> its first row of `output.sampled`
         self.output = output
         self.began_s = began_s
         self.done_s = time.perf_counter()  # replaced by `read` where the device runs on
@@ -167,19 +168,21 @@ def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> Prepare
     """The step of `plan`. Later changes to the plan's sequences do not affect it."""
     batch = host_batch(plan, block_size, {} if before is None else before.row_of)
     first = 0
-    last_rows, sampling, prompts, pooled = [], [], [], []
+    last_rows: list[int] = []
+    rows: list[RowSampling] = []
+    row_of: dict[Sequence, int] = {}
+    prompts, pooled = [], []
     for i, chunk in enumerate(plan.chunks):
         if _reports_prompt(chunk.seq):
             prompts.append(PromptRows.of(i, chunk, first))
         embeds = chunk.seq.request.embeds
         if embeds and (rows_of := PooledRows.of(i, chunk, first)).num_rows:
             pooled.append(rows_of)
-        first += chunk.length
         if chunk.samples and not embeds:
-            last_rows.append(first - 1)
-            sampling.append(chunk.seq)
-    row_of = {seq: i for i, seq in enumerate(sampling)}
-    rows = [row_sampling(seq) for seq in sampling]
+            row_of[chunk.seq] = len(rows)
+            last_rows += range(first + chunk.length - 1, first + chunk.num_rows)
+            rows += [row_sampling(chunk.seq, chunk.drafts[:n]) for n in range(chunk.num_samples)]
+        first += chunk.num_rows
     return PreparedStep(batch, last_rows, row_of, rows, prompts, plan.chunks, pooled)
 
 
@@ -188,23 +191,26 @@ def _reports_prompt(seq: Sequence) -> bool:
     return seq.request.params.prompt_logprobs is not None and not seq.num_generated_tokens
 
 
-def row_sampling(seq: Sequence) -> RowSampling:
-    """How the next token of `seq` is sampled."""
+def row_sampling(seq: Sequence, drafts: tuple[int, ...] = ()) -> RowSampling:
+    """How the next token of `seq` is sampled; that after `drafts`, if they come next."""
     params = seq.request.params
     greedy = params.temperature < GREEDY_BELOW
-    banned_ids = tuple(seq.stop_ids) if seq.below_min_tokens else ()
-    edit = None if seq.editor is None else partial(seq.editor.edit, token_ids=seq.token_ids)
+    index = seq.num_generated_tokens + len(drafts)
+    banned_ids = tuple(seq.stop_ids) if index < params.min_tokens else ()
+    edit = None
+    if seq.editor is not None:
+        edit = partial(seq.editor.edit, token_ids=seq.token_ids, drafts=drafts)
     if seq.matcher is not None:  # the grammar decides last, also about banned ids
         if params.ignore_eos:
             banned_ids += seq.matcher.eos_token_ids
-        edit = partial(seq.matcher.constrain, edit=edit, forbidden=banned_ids)
+        edit = partial(seq.matcher.constrain, edit=edit, forbidden=banned_ids, drafts=drafts)
         banned_ids = ()
     return RowSampling(
         temperature=0.0 if greedy else params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        uniform=0.0 if greedy else uniform_at(seq.seed, seq.num_generated_tokens),
+        uniform=0.0 if greedy else uniform_at(seq.seed, index),
         banned_ids=banned_ids,
         edit=edit,
         num_logprobs=params.logprobs,

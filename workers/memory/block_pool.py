@@ -103,6 +103,12 @@ class BlockPool:
         self._references[lowest] = 1
         return lowest
 
+    def allocate_spare(self) -> int | None:
+        """As `allocate`, but nothing is evicted and the tail is left alone; None: there is none."""
+        if not self._free or self._free[0] >= min(self.tail_start, self._first_lent):
+            return None
+        return self.allocate()
+
     def retain(self, block_id: int) -> None:
         """One more user of a live or cached block."""
         if self._references[block_id] == 0:

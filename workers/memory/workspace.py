@@ -204,6 +204,7 @@ class StepMemory:
         views = logits.views(num_logits, remainder)
         self.rest = remainder[logits.bytes_for(num_logits) :]
         self.logits, self.narrow = views["logits"], views["narrow"]
+        self._free_rows: dict[int, int] = {}  # by rows of a step
         self._small: dict[int, Workspace] = {}  # by rows, in the reserve: always the same addresses
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -219,6 +220,15 @@ class StepMemory:
         if lendable == needed:
             return wanted
         return self.plan.rows_in(lendable * self.arena.layout.block_bytes + self.reserve_bytes)
+
+    def free_rows(self, num_tokens: int) -> int:
+        """Rows that a step of `num_tokens` can have more without borrowing further blocks."""
+        known = self._free_rows.get(num_tokens)
+        if known is None:  # it takes as long as a search for drafts
+            borrowed = self.blocks_for(num_tokens) * self.arena.layout.block_bytes
+            known = self.plan.rows_in(self.reserve_bytes + borrowed) - num_tokens
+            self._free_rows[num_tokens] = known
+        return known
 
     @contextmanager
     def lease(self, num_tokens: int) -> Iterator[Workspace]:

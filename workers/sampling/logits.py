@@ -48,6 +48,18 @@ class TokenCounts:
         self._ids[place] = token_id
         self._counts[place] += 1
 
+    def remove_last(self, token_id: int) -> None:
+        """Undo the last `add` that has not been undone."""
+        if self._of_all is not None:
+            self._of_all[token_id] -= 1
+            is_gone = bool(self._of_all[token_id] == 0)
+        else:
+            place = self._place[token_id]
+            self._counts[place] -= 1
+            is_gone = bool(self._counts[place] == 0)
+        if is_gone:  # it was new, so its place is the last one
+            del self._place[token_id]
+
     def few(self, row: Tensor) -> tuple[Tensor, Tensor] | None:
         """The tokens, int64, and their counts, fp32, in one order; None: use `of_all`. `row`: of
         logits, [vocab]."""
@@ -91,18 +103,37 @@ class LogitsEditor:
         self._bias_ids = torch.tensor([each[0] for each in params.logit_bias], dtype=torch.long)
         self._bias = torch.tensor([each[1] for each in params.logit_bias])
         self._allowed = torch.tensor(params.allowed_token_ids, dtype=torch.long)
+        self._longest_head = max((len(word) - 1 for word in params.bad_words_ids), default=0)
+        self._drafts: list[int] = []  # counted for the last row that was edited
 
     @torch.inference_mode()  # `edit` may have made tensors in it
     def observe(self, token_id: int) -> None:
         """`token_id` is now part of the answer."""
-        if self._seen is not None:
-            self._seen.add(token_id)
-        if self._counts is not None:
-            self._counts.add(token_id)
+        self._count_drafts(())
+        for counts in self._counters:
+            counts.add(token_id)
 
-    def edit(self, row: Tensor, token_ids: Sequence[int]) -> None:
-        """Change `row`, fp32 [vocab], in place. `token_ids`: prompt and answer so far."""
+    @property
+    def _counters(self) -> list[TokenCounts]:
+        return [counts for counts in (self._seen, self._counts) if counts is not None]
+
+    def _count_drafts(self, drafts: tuple[int, ...]) -> None:
+        """Count `drafts` after the answer's tokens, and no others."""
+        counted = self._drafts
+        while tuple(counted) != drafts[: len(counted)]:
+            for counts in self._counters:
+                counts.remove_last(counted[-1])
+            del counted[-1]
+        for token_id in drafts[len(counted) :]:
+            for counts in self._counters:
+                counts.add(token_id)
+            counted.append(token_id)
+
+    def edit(self, row: Tensor, token_ids: Sequence[int], drafts: tuple[int, ...] = ()) -> None:
+        """Change `row`, fp32 [vocab], in place. `token_ids`: prompt and answer so far; `drafts`:
+        tokens after them, as if they were part of the answer."""
         params = self._params
+        self._count_drafts(drafts)
         if self._bias.device != row.device:
             self._to(row.device)
         if len(self._bias_ids):
@@ -115,9 +146,10 @@ class LogitsEditor:
             kept = row[self._allowed]
             row.fill_(-torch.inf)
             row[self._allowed] = kept
+        newest = tuple(token_ids[-self._longest_head :] if self._longest_head else ()) + drafts
         for word in params.bad_words_ids:
             head = len(word) - 1
-            if head == 0 or tuple(token_ids[-head:]) == word[:-1]:
+            if head == 0 or newest[-head:] == word[:-1]:
                 row[word[-1]] = -torch.inf
 
     def _penalise_repetition(self, row: Tensor, seen: TokenCounts, penalty: float) -> None:

@@ -122,6 +122,22 @@ class KVCache:
             seq.block_table.append(self.pool.allocate())
         return True
 
+    def grow_spare(self, seq: Sequence, num_tokens: int, wanted: int) -> int:
+        """Give `seq` blocks for up to `wanted` tokens after its first `num_tokens`, for which it
+        has them; only blocks that nothing else has a use for now. Returns for how many tokens."""
+        while self.num_missing(seq, num_tokens + wanted) > 0:
+            block_id = self.pool.allocate_spare()
+            if block_id is None:
+                break
+            seq.block_table.append(block_id)
+        has = (seq.num_rolled_blocks + len(seq.block_table)) * self.block_size
+        return min(wanted, has - num_tokens)
+
+    def give_back(self, seq: Sequence, num_tokens: int) -> None:
+        """Free the blocks of `seq` beyond its first `num_tokens` tokens."""
+        for _ in range(-self.num_missing(seq, num_tokens)):
+            self.pool.release(seq.block_table.pop())
+
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that `seq` lacks for its first `num_tokens` tokens; negative: it has more."""
         return self.blocks_for(num_tokens) - seq.num_rolled_blocks - len(seq.block_table)

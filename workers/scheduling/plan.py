@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.workers.scheduling.sequence import Sequence
+from penstock.workers.speculation.draft import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,9 @@ class Chunk:
 
     K and V of the last `num_deferred` of them are not kept: after the sequence's own blocks, they
     are in the blocks `scratch` for this step.
+
+    With a `draft`, which only a chunk of one token has, the step also computes a row for each of
+    its tokens, and samples from all of these rows.
     """
 
     seq: Sequence
@@ -23,15 +27,31 @@ class Chunk:
     length: int
     num_deferred: int = 0
     scratch: tuple[int, ...] = ()
+    draft: Draft | None = None
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Ids that are verified in this step, after the sequence's own."""
+        return () if self.draft is None else self.draft.token_ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the flat batch."""
+        return self.length + len(self.drafts)
 
     @property
     def samples(self) -> bool:
         return self.start + self.length == self.seq.num_tokens
 
+    @property
+    def num_samples(self) -> int:
+        """Tokens that are sampled: one, and one after each draft."""
+        return self.samples + len(self.drafts)
+
 
 @dataclass(slots=True)
 class Plan:
-    """One step: decode rows (chunks of one token) first, then longer prefill chunks."""
+    """One step: decode rows (chunks of one token, and their drafts) first, then prefill chunks."""
 
     decode: list[Chunk] = field(default_factory=list)
     prefill: list[Chunk] = field(default_factory=list)
@@ -42,7 +62,21 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode) + sum(chunk.length for chunk in self.prefill)
+        """Rows of the flat batch, those of drafts included."""
+        return self.num_decode_rows + sum(chunk.length for chunk in self.prefill)
+
+    @property
+    def num_decode_rows(self) -> int:
+        return len(self.decode) + self.num_drafts
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(chunk.drafts) for chunk in self.decode)
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows whose logits are computed."""
+        return sum(chunk.num_samples for chunk in self.chunks)
 
     def add(self, chunk: Chunk) -> None:
         (self.decode if chunk.length == 1 else self.prefill).append(chunk)

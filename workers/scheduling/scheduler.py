@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from penstock.workers.context_policy import Context
 from penstock.workers.errors import InvariantError
 from penstock.workers.scheduling.deferral import Deferral
+from penstock.workers.scheduling.drafting import Drafting
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
@@ -48,6 +49,7 @@ class Scheduler:
         self.cache = cache
         self.merges = merges
         self.deferral: Deferral | None = None
+        self.drafting: Drafting | None = None
         self.tokens_that_fit = tokens_that_fit
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -93,6 +95,8 @@ class Scheduler:
         elif seq.state is SequenceState.WAITING:
             self.waiting.remove(seq)
         seq.state = SequenceState.FINISHED
+        if self.drafting is not None:
+            self.drafting.end(seq)
         if seq.num_in_flight:
             self.leaving.append(seq)
         else:
@@ -119,12 +123,16 @@ class Scheduler:
             return False
         num_blocks = 0
         for seq in unfinished:
-            if seq.num_deferred_tokens or (seq.num_unread_tokens and seq.needs_ids):
+            if seq.num_deferred_tokens or (seq.num_unread_tokens and self._needs_ids(seq)):
                 return False
             length = min(seq.num_pending_tokens, self.max_num_batched_tokens)
             missing = self.cache.num_missing(seq, seq.num_computed_tokens + length)
             num_blocks += max(0, missing)
         return num_blocks <= self.cache.pool.num_available
+
+    def _needs_ids(self, seq: Sequence) -> bool:
+        """Whether the host must have read all tokens of `seq` before the next step."""
+        return seq.needs_ids or (self.drafting is not None and self.drafting.wants_ids(seq))
 
     def expired(self, now_s: float) -> list[Sequence]:
         """Waiting sequences whose deadline has passed, or that have waited too long to begin."""
@@ -151,6 +159,8 @@ class Scheduler:
         if not self.merges and not plan.chunks:
             self._schedule_decoding(plan, budget)
         self._shorten(plan)
+        if self.drafting is not None and self.num_preemptions == before:
+            self.drafting.extend(plan)
         return plan
 
     def _schedule_decoding(self, plan: Plan, budget: int) -> int:

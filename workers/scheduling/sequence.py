@@ -15,6 +15,7 @@ from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.request import Delta, FinishReason, FirstTokenTimes, Request, TokenLogprob
 from penstock.workers.sampling.logits import LogitsEditor
 from penstock.workers.scheduling.event_log import EventLog
+from penstock.workers.speculation.draft import Text
 from penstock.workers.structured.grammar import GrammarMatcher
 
 
@@ -42,6 +43,8 @@ class Sequence:
 
     Of one that embeds its prompt, `pooling` is "last" or "mean", and `pooled` the sum of the hidden
     states of its first `num_pooled_tokens`, or with "last" the last one alone.
+
+    `num_draft_tokens` have been verified as drafts, and `num_accepted_tokens` of them were right.
     """
 
     __slots__ = (
@@ -50,15 +53,18 @@ class Sequence:
         "block_table",
         "content_keys",
         "context",
+        "draft_offered_at",
         "editor",
         "events",
         "matcher",
         "max_total_tokens",
         "moe_mode",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_counted_tokens",
         "num_deferred_tokens",
+        "num_draft_tokens",
         "num_in_flight",
         "num_neurons",
         "num_pooled_tokens",
@@ -76,6 +82,7 @@ class Sequence:
         "started_s",
         "state",
         "stop_ids",
+        "text",
         "token_ids",
     )
 
@@ -109,6 +116,11 @@ class Sequence:
         self.token_ids = array("i", request.prompt_ids)
         self.token_ids.extend(request.emitted_ids)
         self.num_prompt_tokens = len(request.prompt_ids)
+        self.text = Text(
+            request.request_id, self.token_ids, self.num_prompt_tokens, request.cache_domain
+        )
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.draft_offered_at = 0  # tokens
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_deferred_tokens = 0
@@ -161,11 +173,6 @@ class Sequence:
         return self.num_pending_tokens - self.num_deferred_tokens == 1
 
     @property
-    def below_min_tokens(self) -> bool:
-        """Whether min_tokens forbids the stop tokens where the next token is sampled."""
-        return self.num_generated_tokens < self.request.params.min_tokens
-
-    @property
     def is_fully_sampled(self) -> bool:
         """Whether the last that it asks for has been computed, and only has to be read."""
         if self.request.embeds:
@@ -190,6 +197,12 @@ class Sequence:
         self.num_unread_tokens += samples
         self.num_in_flight += 1
 
+    def mark_accepted(self) -> None:
+        """The newest token was a draft in the step that is being read: K and V of it are stored,
+        and the token after it was sampled. `append` must follow."""
+        self.num_computed_tokens += 1
+        self.num_unread_tokens += 1
+
     def append(self, token_id: int, logprob: TokenLogprob | None = None) -> Delta:
         """Record the first unread token; returns what the client gets, finish reason included."""
         self.num_unread_tokens -= 1
@@ -209,6 +222,8 @@ class Sequence:
             prompt_logprobs=self.prompt_logprobs,
             times=self._first_token_times() if is_first else None,
             events=self.events.take() if self.events.pending else [],
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
         self.prompt_logprobs = []
         if may_stop and token_id in self.stop_ids:

@@ -43,13 +43,42 @@ class GrammarMatcher:
         self._matcher = matcher
         self.eos_token_ids = tuple(eos_token_ids)
         self._is_ended = False
+        self._drafts: list[int] = []  # consumed for the last row that was constrained
 
     def advance(self, token_id: int) -> None:
         """`token_id` is now part of the answer."""
+        self._consume_drafts(())
         if token_id in self.eos_token_ids:
             self._is_ended = True
         else:
             self._matcher.consume_token(token_id)
+
+    def leading(self, drafts: tuple[int, ...]) -> int:
+        """How many of `drafts` the grammar allows one after the other, without an end."""
+        self._consume_drafts(())
+        end = next((i for i, each in enumerate(drafts) if each in self.eos_token_ids), len(drafts))
+        num: int = self._matcher.validate_tokens(list(drafts[:end]))
+        self._consume_drafts(drafts[:num])
+        while self._drafts and self._matcher.is_stopped():  # nothing can follow: the answer's end
+            self._consume_drafts(drafts[: len(self._drafts) - 1])
+        return len(self._drafts)
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens of the text that must come next, if the grammar leaves no choice."""
+        self._consume_drafts(())
+        return tuple(self._matcher.compute_ff_tokens())
+
+    def _consume_drafts(self, drafts: tuple[int, ...]) -> None:
+        """Be in the state after `drafts`, which the grammar allows after the answer so far."""
+        known = 0
+        while known < min(len(drafts), len(self._drafts)) and self._drafts[known] == drafts[known]:
+            known += 1
+        if known < len(self._drafts):
+            self._matcher.rollback(len(self._drafts) - known)
+            del self._drafts[known:]
+        for token_id in drafts[known:]:
+            self._matcher.consume_token(token_id)
+            self._drafts.append(token_id)
 
     @property
     def is_complete(self) -> bool:
@@ -67,14 +96,20 @@ class GrammarMatcher:
         return self._matcher.is_error()
 
     def constrain(
-        self, row: Tensor, edit: Callable[[Tensor], None] | None, forbidden: Sequence[int]
+        self,
+        row: Tensor,
+        edit: Callable[[Tensor], None] | None,
+        forbidden: Sequence[int],
+        drafts: tuple[int, ...] = (),
     ) -> None:
-        """Mask `row`, fp32 [vocab], by the grammar, and apply `edit` and `forbidden`.
+        """Mask `row`, fp32 [vocab], by the grammar, and apply `edit` and `forbidden`. The row comes
+        after `drafts`, which `leading` has allowed.
 
         The grammar takes precedence: if `edit` (bias, penalties, bad words) and `forbidden` (tokens
         that min_tokens or ignore_eos rule out) leave no token that it allows, they are ignored. NaN
         and +inf are kept, so that they are detected; a failed grammar gives all NaN.
         """
+        self._consume_drafts(drafts)
         mask = self._mask(row)
         if mask is None:
             row.fill_(torch.nan)

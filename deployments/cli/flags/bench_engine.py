@@ -12,7 +12,7 @@ from typing import Any
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.engine import add_batched_tokens, add_compute
 from penstock.deployments.cli.flags.types import non_negative_int, positive, positive_int
-from penstock.workers.config import WEIGHTS
+from penstock.workers.config import SPECULATIONS, WEIGHTS
 
 OFFLINE_EXAMPLES = """\
 examples:
@@ -175,6 +175,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_step_flags(group)
     group.add_argument(
         "--kv-cache-gb", type=positive, metavar="X", help="GiB for the KV cache and activations"
+    )
+    group.add_argument(
+        "--speculate",
+        choices=SPECULATIONS,
+        default="off",
+        help="where draft tokens come from; random prompts flatter none (default: off)",
     )
 
 

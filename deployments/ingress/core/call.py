@@ -178,6 +178,8 @@ class TokenUsage:
     moe_mode: str = ""  # how exact the experts were, if not exact, or if that was asked for
     neurons: int = 0  # sparse: of the experts that tokens of the answer had
     skipped_neurons: int = 0  # of those, the ones left out
+    draft_tokens: int = 0  # that were verified
+    accepted_draft_tokens: int = 0  # of those, right, and so part of the answer
     timings: RequestTimings | None = None  # with the last piece, where wanted
     shares_prompt: bool = False  # with another answer of the same call, which counts it
 
@@ -192,6 +194,8 @@ class TokenUsage:
             sums.moe_mode = sums.moe_mode or usage.moe_mode
             sums.neurons += usage.neurons
             sums.skipped_neurons += usage.skipped_neurons
+            sums.draft_tokens += usage.draft_tokens
+            sums.accepted_draft_tokens += usage.accepted_draft_tokens
             if not usage.shares_prompt:
                 sums.prompt_tokens += usage.prompt_tokens
                 sums.cached_tokens += usage.cached_tokens

@@ -163,10 +163,9 @@ class Generation:
                     code=delta.error or "internal_error",
                 )
             raise ServiceError(delta.error or "internal_error")
-        self.usage.evicted_tokens = max(self.usage.evicted_tokens, delta.num_evicted_tokens)
+        self._take_counts(delta)
         if delta.finish_reason is not None:
             self._take_moe(delta)
-        self.usage.cached_tokens = max(self.usage.cached_tokens, delta.num_cached_tokens)
         if not self._is_first_delta:
             return self._answer(delta, "")
         self._is_first_delta = False
@@ -181,6 +180,14 @@ class Generation:
         if self.call.params.prompt_logprobs is not None:
             piece.prompt_logprobs = self._decoded_prompt(self.call.params.prompt_logprobs)
         return piece
+
+    def _take_counts(self, delta: Delta) -> None:
+        """They only grow, and not every delta has them."""
+        usage = self.usage
+        usage.cached_tokens = max(usage.cached_tokens, delta.num_cached_tokens)
+        usage.evicted_tokens = max(usage.evicted_tokens, delta.num_evicted_tokens)
+        usage.draft_tokens = max(usage.draft_tokens, delta.num_draft_tokens)
+        usage.accepted_draft_tokens = max(usage.accepted_draft_tokens, delta.num_accepted_tokens)
 
     def _take_moe(self, last: Delta) -> None:
         """How exact the experts were: said where they were not, or where it was asked for."""

@@ -290,6 +290,8 @@ def usage_message(usages: Sequence[TokenUsage]) -> pb.Usage:
         moe_mode=total.moe_mode,
         neurons=total.neurons,
         skipped_neurons=total.skipped_neurons,
+        draft_tokens=total.draft_tokens,
+        accepted_draft_tokens=total.accepted_draft_tokens,
     )
     timings = [usage.timings for usage in usages if usage.timings is not None]
     if timings:

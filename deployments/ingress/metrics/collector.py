@@ -25,6 +25,7 @@ from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.deferral import of_deferral
+from penstock.deployments.ingress.metrics.drafts import of_drafts
 from penstock.deployments.ingress.metrics.families import (
     LABELS,
     add,
@@ -172,6 +173,7 @@ class PenstockCollector(Collector):
         yield from _of_experts(named)
         yield from of_deferral(named)
         yield from of_ranks(named)
+        yield from of_drafts(named)
         yield weights
         model = GaugeMetricFamily(
             "penstock_step_model_seconds",

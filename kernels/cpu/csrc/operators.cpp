@@ -18,6 +18,7 @@
 #include "attention/prefill.h"
 #include "rowwise.h"
 #include "sampling.h"
+#include "text_match.h"
 #include "attention/kv_write.h"
 
 OPERATOR(write_kv, WriteArgs)
@@ -42,6 +43,8 @@ EXPORTED(rope_write_kv, RopeWriteArgs) {
 EXPORTED(sample, SampleArgs) { sample(*args); }
 EXPORTED(soft_cap, SoftCapArgs) { soft_cap(*args); }
 EXPORTED(gather, GatherArgs) { gather(*args); }
+EXPORTED(index_text, IndexTextArgs) { index_text(*args); }
+EXPORTED(match_text, MatchTextArgs) { match_text(*args); }
 
 // Calls of exported functions, as kernels/cpu/replay.py recorded them.
 struct Call {

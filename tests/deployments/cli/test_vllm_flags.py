@@ -71,13 +71,24 @@ LINES: dict[str, dict[str, object]] = {
     "--max_model_len 4096 --kv_cache_dtype=fp8": {"max_model_len": 4096, "kv": "fp8"},
     "--port 9 --http-port 10": {"http_port": 10},
     "--http-port 10 --port 9": {"http_port": 9},
+    """--speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'""": {
+        "speculate": "lookup",
+        "speculate_tokens": 5,
+    },
+    """--speculative-config '{"method": "suffix", "suffix_decoding_max_tree_depth": 9}'""": {
+        "speculate": "suffix",
+        "speculate_tokens": 15,
+    },
 }
 REFUSED = {
     "--pipeline-parallel-size 2": "--tensor-parallel-size alone",
     "--gpu-memory-utilization 0.9": "--kv-cache-gb X",
     "--trust-remote-code": "runs no code from a checkpoint",
-    '--speculative-config {"method":"ngram"}': "no speculative decoding",
     "--enable-eplb": "a fixed range of the experts",
+    '--speculative-config {"method":"eagle","model":"x"}': "without a draft model",
+    '--speculative-config {"method":"ngram","model":"x"}': "without a draft model",
+    "--speculative-config ngram": "without a draft model",
+    "--speculative-model x": "--speculate suffix",
     "--reasoning-parser step3": "deepseek_r1, qwen3",
     "--compilation-config 3": "--cuda-graphs",
     "-O3": "--cuda-graphs",
@@ -197,10 +208,12 @@ def test_a_file_may_have_the_names_of_vllm(tmp_path, capsys):
 
 def test_a_mapping_in_a_file_is_answered_as_the_flag_is(tmp_path, capsys):
     file = tmp_path / "vllm.yaml"
-    file.write_text("speculative-config:\n  method: ngram\n")
+    file.write_text("speculative-config:\n  method: mtp\n")
     assert main(["serve", "--config", str(file)]) == 2
     error = capsys.readouterr().err
-    assert 'speculative_config {"method": "ngram"}: ' in error and "no speculative" in error
+    assert 'speculative_config {"method": "mtp"}: ' in error and "without a draft" in error
+    file.write_text("speculative-config:\n  method: ngram\n")
+    assert config_of(f"--config {file}").engine.speculate == "lookup"
 
 
 def test_names_of_a_file_that_nobody_knows_stay_for_the_error():

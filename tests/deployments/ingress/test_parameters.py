@@ -63,6 +63,7 @@ SENT: dict[str, Any] = {
     "window": 64,
     "roll": 16,
     "moe_mode": "exact",
+    "speculate": False,
 }
 FIELD = {"bad_words": "bad_words_ids", "regex": "structured"}  # where the Request's name differs
 FRONTS = {

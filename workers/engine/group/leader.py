@@ -49,7 +49,7 @@ class Leader:
         machines that have an equal share of the ranks each. Raises ConfigError and LoadError."""
         model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
         Shard(model, 0, num_ranks)  # checks that the model can be cut so
-        sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_num_seqs)
+        sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_sampled_rows)
         self._files = tempfile.TemporaryDirectory(prefix="penstock-group-")
         descriptor = -1
         if transport == MEMORY:

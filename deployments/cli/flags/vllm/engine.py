@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only, switch
+import json
+
+from penstock.deployments.cli.flags.vllm.flag import (
+    Settings,
+    VllmFlag,
+    absent,
+    alias,
+    nothing,
+    only,
+    switch,
+)
 
 _TEXT_ONLY = "Penstock serves text, without images, audio or video; leave it out"
 _NO_CODE = "Penstock runs no code from a checkpoint or from elsewhere; leave it out"
 _NO_LORA = "Penstock has no LoRA adapters; merge the adapter into the weights and serve the result"
-_NO_DRAFTS = (
-    "Penstock has no speculative decoding; leave it out, the answers are the same without it"
+_NO_DRAFT_MODEL = (
+    "Penstock drafts from text alone, without a draft model: --speculate suffix, and "
+    "--speculate-tokens N"
 )
 _NO_TRANSFER = (
     "Penstock moves no KV cache between servers; --host-kv-gb X keeps evicted blocks in host memory"
@@ -18,6 +29,31 @@ _GRAPHS = (
 )
 _DOWNLOADS = "Penstock loads safetensors as they are; leave it out"
 _ALWAYS_CHUNKED = "prompts longer than --max-num-batched-tokens are always prefilled in chunks"
+
+# What the fields of --speculative-config that only tune the search are called there.
+_TUNING = frozenset(
+    (
+        *("prompt_lookup_min", "prompt_lookup_max", "suffix_decoding_max_tree_depth"),
+        *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
+        "suffix_decoding_min_token_prob",
+    )
+)
+
+
+def _speculation(text: str) -> Settings | None:
+    """The settings of a --speculative-config; None: it is of another method, or not JSON."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(config, dict):
+        return None
+    method = {"ngram": "lookup", "suffix": "suffix"}.get(config.pop("method", ""))
+    num = config.pop("num_speculative_tokens", None)
+    if method is None or config.keys() - _TUNING or not (num is None or isinstance(num, int)):
+        return None
+    most = {} if num is None else {"speculate_tokens": str(num)}
+    return {"speculate": method, **most}
 
 
 MODEL = (
@@ -91,10 +127,14 @@ MODEL = (
     ),
     absent("--max-logprobs", sentence="a request may ask for 20; there is no setting"),
     absent("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", sentence=_NO_LORA),
-    absent(
-        *("--speculative-config", "--speculative-model", "--num-speculative-tokens"),
-        sentence=_NO_DRAFTS,
+    VllmFlag(
+        ("--speculative-config",),
+        "of the methods ngram, which is --speculate lookup, and suffix, with "
+        "num_speculative_tokens; Penstock drafts from text alone, without a draft model",
+        read=_speculation,
+        becomes=("speculate", "speculate_tokens"),
     ),
+    absent("--speculative-model", "--num-speculative-tokens", sentence=_NO_DRAFT_MODEL),
 )
 
 CHAT = (

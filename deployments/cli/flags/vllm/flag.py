@@ -6,7 +6,7 @@ table.py has them all. The parser of `serve` and config files use them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ class VllmFlag:
     """One flag, or several with the same answer.
 
     `setting` takes every value that `values` does not have. Without it, other values are refused
-    with `sentence`, which says what to do instead.
+    with `sentence`, which says what to do instead; but `read` may turn one into `becomes`, which
+    are names of settings, or return None.
     """
 
     names: tuple[str, ...]  # with their dashes
@@ -29,11 +30,13 @@ class VllmFlag:
     setting: str | None = None
     values: Mapping[str, Settings] = field(default_factory=dict)  # in lower case
     is_weak: bool = False  # a setting that another flag gives holds
+    read: Callable[[str], Settings | None] | None = None
+    becomes: tuple[str, ...] = ()
 
     @property
     def nargs(self) -> int | str | None:
         """The number of values, as argparse writes it."""
-        if self.setting is not None:
+        if self.setting is not None or self.read is not None:
             return None
         if not self.values:
             return "*"  # refused in any case, with whatever follows it
@@ -44,7 +47,7 @@ class VllmFlag:
     @property
     def is_absent(self) -> bool:
         """Whether every use is refused."""
-        return self.setting is None and not self.values
+        return self.setting is None and self.read is None and not self.values
 
     def settings(self, name: str, value: str | None) -> Settings:
         """The settings that say the same. `name`: as given; `value`: None if there is none.
@@ -56,6 +59,8 @@ class VllmFlag:
             return known
         if self.setting is not None and value is not None:
             return {self.setting: value}
+        if self.read is not None and value is not None and (read := self.read(value)) is not None:
+            return read
         shown = name if value is None else f"{name} {value}"
         raise ConfigError(f"{shown}: {self.sentence}")
 

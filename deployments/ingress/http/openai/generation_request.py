@@ -39,6 +39,7 @@ class GenerationRequest(ShapeFields):
     window: int | None = sampling_field("window")
     roll: int | None = sampling_field("roll")
     moe_mode: Literal["exact", "quantized", "sparse"] | None = sampling_field("moe_mode")
+    speculate: bool | None = sampling_field("speculate")
     n: int | None = Field(None, description="answers to each prompt; 1 to 8; default 1")
     priority: int | None = Field(
         None, ge=0, le=MAX_PRIORITY, description="of those that wait, lower goes first; default 0"

@@ -36,6 +36,11 @@ def usage_body(usages: Sequence[TokenUsage]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": total.reasoning_tokens},
     }
+    if total.draft_tokens:
+        body["completion_tokens_details"] |= {
+            "accepted_prediction_tokens": total.accepted_draft_tokens,
+            "rejected_prediction_tokens": total.draft_tokens - total.accepted_draft_tokens,
+        }
     if total.evicted_tokens:
         body["evicted_tokens"] = total.evicted_tokens
     if total.moe_mode:

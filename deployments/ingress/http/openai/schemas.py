@@ -42,6 +42,8 @@ class TimingsBody(_AnswerPart):
 
 class CompletionTokensDetails(_AnswerPart):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | None = None  # drafts that are part of the answer
+    rejected_prediction_tokens: int | None = None  # drafts that are not, and are not counted
 
 
 class UsageBody(_AnswerPart):

@@ -115,7 +115,7 @@ class Submit(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ..., remaining_s: _Optional[float] = ..., may_decline: _Optional[bool] = ..., priority: _Optional[int] = ..., is_continued: _Optional[bool] = ..., remaining_wait_s: _Optional[float] = ..., cache_domain: _Optional[bytes] = ..., embeds: _Optional[bool] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_ids", "logit_biases", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs", "structured", "context_policy", "sinks", "window", "roll", "moe_mode")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_ids", "logit_biases", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs", "structured", "context_policy", "sinks", "window", "roll", "moe_mode", "speculate")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class SamplingParams(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     ROLL_FIELD_NUMBER: _ClassVar[int]
     MOE_MODE_FIELD_NUMBER: _ClassVar[int]
+    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -164,7 +165,8 @@ class SamplingParams(_message.Message):
     window: int
     roll: int
     moe_mode: str
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_ids: _Optional[_Iterable[int]] = ..., logit_biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., structured: _Optional[_Union[StructuredSpec, _Mapping]] = ..., context_policy: _Optional[str] = ..., sinks: _Optional[int] = ..., window: _Optional[int] = ..., roll: _Optional[int] = ..., moe_mode: _Optional[str] = ...) -> None: ...
+    speculate: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_ids: _Optional[_Iterable[int]] = ..., logit_biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., structured: _Optional[_Union[StructuredSpec, _Mapping]] = ..., context_policy: _Optional[str] = ..., sinks: _Optional[int] = ..., window: _Optional[int] = ..., roll: _Optional[int] = ..., moe_mode: _Optional[str] = ..., speculate: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -205,7 +207,7 @@ class Step(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens", "moe_mode", "num_neurons", "num_skipped_neurons", "embedding", "events")
+    __slots__ = ("stream_id", "token_ids", "finish_reason", "stop_token_id", "error", "num_cached_tokens", "logprobs", "prompt_logprobs", "times", "error_message", "error_param", "num_evicted_tokens", "moe_mode", "num_neurons", "num_skipped_neurons", "num_draft_tokens", "num_accepted_tokens", "embedding", "events")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +223,8 @@ class Delta(_message.Message):
     MOE_MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_NEURONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SKIPPED_NEURONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
@@ -238,9 +242,11 @@ class Delta(_message.Message):
     moe_mode: str
     num_neurons: int
     num_skipped_neurons: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     embedding: bytes
     events: _containers.RepeatedCompositeFieldContainer[MemoryEvent]
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., times: _Optional[_Union[FirstTokenTimes, _Mapping]] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., num_evicted_tokens: _Optional[int] = ..., moe_mode: _Optional[str] = ..., num_neurons: _Optional[int] = ..., num_skipped_neurons: _Optional[int] = ..., embedding: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[MemoryEvent, _Mapping]]] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., times: _Optional[_Union[FirstTokenTimes, _Mapping]] = ..., error_message: _Optional[str] = ..., error_param: _Optional[str] = ..., num_evicted_tokens: _Optional[int] = ..., moe_mode: _Optional[str] = ..., num_neurons: _Optional[int] = ..., num_skipped_neurons: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., embedding: _Optional[bytes] = ..., events: _Optional[_Iterable[_Union[MemoryEvent, _Mapping]]] = ...) -> None: ...
 
 class MemoryEvent(_message.Message):
     __slots__ = ("kind", "num_generated", "num_tokens", "branch", "num_scheduled", "ridge_tokens", "compute_s", "load_s", "is_pressed")

@@ -576,6 +576,7 @@ def test_joined_deltas_are_as_if_both_had_come_in_one_step():
     last = scored([2], FinishReason.STOP, stop_token_id=2)
     said = {"num_cached_tokens": 1, "num_evicted_tokens": 128, "moe_mode": "sparse"}
     said |= {"num_neurons": 7, "num_skipped_neurons": 3, "embedding": b"1234"}
+    said |= {"num_draft_tokens": 9, "num_accepted_tokens": 5}
     said |= {"error": "e", "error_message": "why", "error_param": "prompt"}
     for name, value in said.items():
         setattr(last, name, value)

@@ -120,6 +120,7 @@ def test_every_sampling_field_arrives():
         "window": 48,
         "roll": 5,
         "moe_mode": "exact",
+        "speculate": False,
     }
     shapes = pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured"].fields
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}

@@ -36,6 +36,7 @@ from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import FAMILIES, make_checkpoint, random_prompt
+from tests.workers.speculation.proposers import Mixed, Widest
 
 PROMPTS = {str(n): tuple(random_prompt(n)) for n in (3, 40, 17, 65, 8)}
 NUM_NEW = 10
@@ -156,6 +157,23 @@ def test_more_ranks(name, num_ranks):
     """Three divide neither the heads, nor the columns, nor the experts evenly."""
     group, one = both(str(make_checkpoint(name)), num_ranks)
     assert group == one
+
+
+def test_drafts_are_verified_by_all_ranks():
+    """Rank 0 decides; the others compute the rows that it names."""
+    model = str(make_checkpoint("llama"))
+    one, group = (
+        engine_of(model, ranks, speculate=how) for ranks, how in ((1, "off"), (2, "lookup"))
+    )
+    try:
+        expected = run(one)
+        proposer = Mixed(expected, one.model.config.vocab_size)
+        assert group.scheduler.drafting is not None
+        group.scheduler.drafting.proposer, group.scheduler.drafting.widths = proposer, Widest()
+        assert run(group) == expected and proposer.num_accepted > 0
+    finally:
+        one.close()
+        group.close()
 
 
 @pytest.mark.parametrize("name", ["builtin"])

@@ -1,0 +1,100 @@
+"""An engine as it is configured: which proposer it has, where it has none, and what it measures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.kernels import text_match
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine import speculation
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.speculation import proposer_of, widths_of
+from penstock.workers.errors import ConfigError
+from penstock.workers.models.loader import load_model
+from penstock.workers.request import Request, SamplingParams
+from penstock.workers.speculation.proposers import Lookup, Suffix
+from penstock.workers.speculation.widths import MeasuredWidths
+from tests.workers.answers import answers, ids_of
+from tests.workers.checkpoints import make_checkpoint, random_prompt
+
+CPU, GPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="cuda")
+
+
+def model_with(**more: Any) -> Any:
+    return SimpleNamespace(**{"device": CPU, "routed": None, "generates": True, **more})
+
+
+def proposer_with(how: Any, **more: Any) -> Any:
+    return proposer_of(EngineConfig(speculate=how), model_with(**more))
+
+
+def test_the_proposer_is_the_configured_one():
+    assert proposer_with("off") is None
+    assert type(proposer_with("lookup")) is Lookup
+    assert type(proposer_with("suffix")) is Suffix
+    assert type(proposer_with("auto")) is Suffix
+    assert proposer_with("auto", device=GPU) is None
+    assert type(proposer_with("suffix", device=GPU)) is Suffix
+
+
+def test_where_there_are_no_drafts_auto_is_off_and_others_are_refused(monkeypatch):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"routed": object()}, "expert_cache_gb"),
+        ({"generates": False}, "generates no text"),
+    ]
+    for more, why in cases:
+        assert proposer_with("auto", **more) is None
+        for how in ("lookup", "suffix"):
+            with pytest.raises(ConfigError, match=f"speculate {how} is not possible: .*{why}"):
+                proposer_with(how, **more)
+    monkeypatch.setattr(text_match, "is_available", lambda: False)
+    assert proposer_with("auto") is None
+    with pytest.raises(ConfigError, match="install g"):
+        proposer_with("lookup")
+
+
+def test_rows_that_are_sampled():
+    assert EngineConfig(max_num_seqs=2).max_sampled_rows == 2
+    assert EngineConfig(max_num_seqs=2, speculate="suffix").max_sampled_rows == 16
+    assert EngineConfig(max_num_seqs=64, speculate="suffix").max_sampled_rows == 64
+    few = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, speculate="lookup")
+    assert few.max_sampled_rows == 8
+
+
+@pytest.mark.parametrize("how", ["lookup", "suffix"])
+def test_an_engine_of_these_settings_answers_as_without(how):
+    """With measured widths, whatever they are here; prompts repeat themselves."""
+    model = load_model(make_checkpoint("llama"), weights="fp32", progress=False)
+    wanted = [
+        SamplingParams(temperature=0.0, max_tokens=60),
+        SamplingParams(seed=3, max_tokens=40),
+        SamplingParams(seed=4, top_k=2, max_tokens=50),
+    ]
+    requests = [
+        Request(f"r{i}", tuple(random_prompt(20, seed=i) * 3), params)
+        for i, params in enumerate(wanted)
+    ]
+    config = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 4}
+    off = Engine(EngineConfig(**config), model)  # type: ignore[arg-type]
+    on = Engine(EngineConfig(**config, speculate=how), model)  # type: ignore[arg-type]
+    for _ in range(2):
+        expected, found = answers(off, requests), answers(on, requests)
+        assert {n: ids_of(d) for n, d in found.items()} == {
+            n: ids_of(d) for n, d in expected.items()
+        }
+    drafting = on.scheduler.drafting
+    assert drafting is not None and isinstance(drafting.widths, MeasuredWidths)
+    assert drafting.widths.costs.seconds(1, 0) > 0
+    assert isinstance(drafting.proposer, Lookup) and drafting.proposer.num_bytes == 0
+
+
+def test_a_slow_start_assumes_costs(monkeypatch):
+    model = load_model(make_checkpoint("llama"), weights="fp32", progress=False)
+    engine = Engine(EngineConfig(num_blocks=64), model)
+    monkeypatch.setattr(speculation, "MEASURE_S", 0.0)
+    widths = widths_of(engine.executor, engine.max_model_len)
+    assert isinstance(widths, MeasuredWidths)
+    assert widths.costs.seconds(4, 0) / widths.costs.seconds(1, 0) == pytest.approx(1.3)

@@ -1,0 +1,175 @@
+"""Adds drafts to a plan: last, and only with rows and blocks that nothing else can use in the step.
+
+Drafts are no state of a sequence. Their blocks are given back when the step has been read, so a
+draft costs no other sequence a block, and never causes a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from penstock.workers.scheduling.kv_cache import KVCache
+from penstock.workers.scheduling.plan import Chunk, Plan
+from penstock.workers.scheduling.sequence import Sequence
+from penstock.workers.speculation.draft import (
+    SOURCES,
+    Draft,
+    Offer,
+    Proposer,
+    StepSize,
+    Widths,
+)
+
+# With steps launched ahead: tokens without a draft after which the host no longer reads each token
+# first, and after how many it does so again for once.
+QUIET_TOKENS, LOOK_TOKENS = 16, 64
+# Of steps that give so many tokens by themselves, those after one whose drafts would not have paid
+# look for none: one, then three, at most seven. To look takes up to 2 % of such a step.
+MANY_SAMPLED = 4
+MOST_SKIPPED = 7
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Tokens since the start by source: that steps verified, and that were right."""
+
+    proposed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+
+
+class Drafting:
+    """Asks a proposer for drafts of the sequences that decode, and plans as many as pay.
+
+    `max_rows`: most rows of a step whose logits are computed. `max_tokens`: most draft tokens of a
+    sequence. `free_rows(n)`: how many rows a step of n can have more without other memory.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        proposer: Proposer,
+        widths: Widths,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        max_rows: int,
+        max_num_batched_tokens: int,
+        free_rows: Callable[[int], int],
+    ):
+        self.cache = cache
+        self.proposer = proposer
+        self.widths = widths
+        self.counts = DraftCounts()
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._max_rows = max_rows
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._free_rows = free_rows
+        self._num_skipped = 0  # steps, after the last one whose drafts did not pay
+        self._num_to_skip = 0
+
+    def extend(self, plan: Plan) -> None:
+        """Give chunks of `plan` drafts, with slots for their K and V."""
+        room = min(
+            self._max_rows - plan.num_sampled_rows,
+            self._max_num_batched_tokens - plan.num_tokens,
+            self._free_rows(plan.num_tokens),
+        )
+        if room < 1 or any(chunk.num_deferred for chunk in plan.chunks):
+            return
+        is_large = plan.num_sampled_rows >= MANY_SAMPLED
+        if is_large and self._num_skipped < self._num_to_skip:
+            self._num_skipped += 1
+            return
+        offers = [(i, draft) for i, c in enumerate(plan.decode) if (draft := self._offer(c, room))]
+        if not offers:
+            return
+        num_keys = sum(num_seen(chunk) for chunk in plan.decode)
+        size = StepSize(plan.num_tokens, plan.num_sampled_rows, num_keys)
+        offered = [Offer(draft, num_seen(plan.decode[i])) for i, draft in offers]
+        widths = self.widths.choose(offered, size, room)
+        self._num_skipped = 0
+        self._num_to_skip = 0 if any(widths) else min(2 * self._num_to_skip + 1, MOST_SKIPPED)
+        for (i, draft), width in zip(offers, widths, strict=True):
+            chunk = plan.decode[i]
+            width = min(width, self.cache.grow_spare(chunk.seq, chunk.start + 1, width))
+            if width > 0:
+                plan.decode[i] = replace(chunk, draft=draft.first(width))
+
+    def _offer(self, chunk: Chunk, room: int) -> Draft | None:
+        """What could be verified after `chunk`, or None."""
+        seq = chunk.seq
+        if not may_draft(seq) or not chunk.samples:
+            return None
+        most = min(room, self._max_tokens, seq.max_total_tokens - seq.num_tokens - 1)
+        draft = None
+        if seq.matcher is not None and most > 0 and len(forced := seq.matcher.forced()) > 0:
+            draft = Draft(forced[:most], "grammar")
+        elif most > 0:
+            draft = self.proposer.propose(seq.text, most)
+        if draft is None:
+            return None
+        seq.draft_offered_at = seq.num_tokens
+        num = self._num_possible(seq, draft.token_ids[:most])
+        return draft.first(num) if num else None
+
+    def _num_possible(self, seq: Sequence, drafts: tuple[int, ...]) -> int:
+        """How many leading `drafts` can be part of the answer with a token after them."""
+        for i, token_id in enumerate(drafts):
+            if not 0 <= token_id < self._vocab_size or token_id in seq.stop_ids:
+                drafts = drafts[:i]
+                break
+        return len(drafts) if seq.matcher is None else seq.matcher.leading(drafts)
+
+    def verified(self, chunk: Chunk, num_accepted: int) -> None:
+        """The step of `chunk` was read; `num_accepted` of its drafts are part of the answer."""
+        seq, draft = chunk.seq, chunk.draft
+        assert draft is not None
+        num = len(draft.token_ids)
+        self.counts.proposed[draft.source] += num
+        self.counts.accepted[draft.source] += num_accepted
+        seq.num_draft_tokens += num
+        seq.num_accepted_tokens += num_accepted
+        self.widths.observe(draft, num_accepted)
+        self.proposer.observe(seq.text, draft, num_accepted)
+
+    def observe_step(self, plan: Plan, seconds: float) -> None:
+        """The step of `plan` has taken `seconds`."""
+        if plan.prefill or not plan.decode:
+            return
+        keys = [num_seen(chunk) for chunk in plan.decode]
+        size = StepSize(len(keys), len(keys), sum(keys))
+        widths = [len(chunk.drafts) for chunk in plan.decode]
+        num_draft_keys = sum(num * width for num, width in zip(keys, widths, strict=True))
+        self.widths.observe_step(size, sum(widths), num_draft_keys, seconds)
+
+    def end(self, seq: Sequence) -> None:
+        """`seq` has ended."""
+        self.proposer.end(seq.text)
+
+    def wants_ids(self, seq: Sequence) -> bool:
+        """Whether the host should read the newest token of `seq` before the next step: drafts were
+        offered of late, or it is time to look again."""
+        if not may_speculate(seq):
+            return False
+        num_since = seq.num_tokens - max(seq.draft_offered_at, seq.num_prompt_tokens)
+        return num_since <= QUIET_TOKENS or num_since % LOOK_TOKENS <= 1
+
+
+def may_draft(seq: Sequence) -> bool:
+    """Whether the next tokens of `seq` may be drafted. Its newest token must be on the host.
+
+    Deferred tokens are computed again without slots; prompts that embed sample nothing.
+    """
+    return may_speculate(seq) and not seq.num_unread_tokens and not seq.num_deferred_tokens
+
+
+def may_speculate(seq: Sequence) -> bool:
+    return seq.request.params.speculate is not False and not seq.request.embeds
+
+
+def num_seen(chunk: Chunk) -> int:
+    """Keys that a row of `chunk` reads, about."""
+    most = chunk.seq.context.full_tokens
+    return chunk.start if most is None else min(chunk.start, most)
