@@ -28,11 +28,13 @@ class AttentionBackend(Protocol):
     def decode_attention(
         self, q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None,
         out: Tensor, rolling: Rolling | None = None, softcap: float = 0.0,
+        sink_scores: Tensor | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     def prefill_attention(
         self, q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None,
         out: Tensor, rolling: Rolling | None = None, softcap: float = 0.0,
+        sink_scores: Tensor | None = None,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -108,19 +110,24 @@ def decode_attention(
     window: int | None = None,
     softcap: float = 0.0,
     rolling: Rolling | None = None,
+    sink_scores: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """One query per sequence over its blocks: `q` [B, H, D] -> [B, H, D], in `out` if given.
 
     `window`: only the last `window` tokens are visible. `softcap` c, unless 0: a score s becomes
-    c * tanh(s / c) before the softmax (Gemma 2, arXiv 2408.00118, section 2). Long contexts are
-    split over programs or threads and merged, as in FlashDecoding. The splits are at fixed
-    positions of the context, the sinks of a rolled one before them, so that but for plain PyTorch a
-    row has the same bits whatever the batch and the number of threads, and those of the same row in
-    `prefill_attention`. The work is proportional to the visible keys.
+    c * tanh(s / c) before the softmax (Gemma 2, arXiv 2408.00118, section 2). `sink_scores` fp32
+    [H]: a score for each head that takes part in the softmax and has no value, as if of a key whose
+    value is 0 (gpt-oss's attention sinks, arXiv 2508.10925). Long contexts are split over programs
+    or threads and merged, as in FlashDecoding. The splits are at fixed positions of the context,
+    the sinks of a rolled one before them, so that but for plain PyTorch a row has the same bits
+    whatever the batch and the number of threads, and those of the same row in `prefill_attention`.
+    The work is proportional to the visible keys.
     """
-    out = _prepare(q, kv, batch.context_lens, rolling, out)
-    return _backend(q, kv).decode_attention(q, kv, batch, scale, window, out, rolling, softcap)
+    out = _prepare(q, kv, batch.context_lens, rolling, sink_scores, out)
+    return _backend(q, kv).decode_attention(
+        q, kv, batch, scale, window, out, rolling, softcap, sink_scores
+    )
 
 
 def prefill_attention(
@@ -132,28 +139,35 @@ def prefill_attention(
     window: int | None = None,
     softcap: float = 0.0,
     rolling: Rolling | None = None,
+    sink_scores: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of flat query chunks over blocks: `q` [T, H, D] -> [T, H, D].
 
     K and V of the chunks are in the cache (or in scratch) already. A query at position t sees keys
-    in (t - window, t]. `softcap`: as for `decode_attention`. Online softmax over key tiles, as in
-    FlashAttention-2. But for plain PyTorch
-    tiles and splits are those of `decode_attention`: a row has the same bits however its prompt is
+    in (t - window, t]. `softcap`, `sink_scores`: as for `decode_attention`. Online softmax over key
+    tiles, as in FlashAttention-2. But for plain PyTorch tiles and splits are those of
+    `decode_attention`: a row has the same bits however its prompt is
     cut into chunks, and as a decode row. The work is proportional to the visible keys.
     """
-    out = _prepare(q, kv, batch.context_lens, rolling, out)
-    return _backend(q, kv).prefill_attention(q, kv, batch, scale, window, out, rolling, softcap)
+    out = _prepare(q, kv, batch.context_lens, rolling, sink_scores, out)
+    return _backend(q, kv).prefill_attention(
+        q, kv, batch, scale, window, out, rolling, softcap, sink_scores
+    )
 
 
 def _prepare(
-    q: Tensor, kv: PagedKv, lens: Tensor, rolling: Rolling | None, out: Tensor | None
-) -> Tensor:
+    q: Tensor, kv: PagedKv, lens: Tensor, rolling: Rolling | None, sink_scores: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Check what the backends rely on, and return the tensor to write."""
     assert rows_are_dense(q)
     kv.check(q.dtype)
     if rolling is not None:
         rolling.check(q, lens)
+    if sink_scores is not None:
+        assert sink_scores.dtype == torch.float32 and sink_scores.is_contiguous()
+        assert sink_scores.shape == q.shape[1:2]
     if out is None:
         return q.new_empty(q.shape)
     assert out.shape == q.shape and out.is_contiguous() and out.dtype == q.dtype

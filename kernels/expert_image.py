@@ -22,10 +22,14 @@ from penstock.kernels.quant import QuantizedWeight
 from penstock.kernels.types import PackedLinear
 
 ALIGN_BYTES = 256
+BIAS = "bias of the product"  # where the payload has none of its own
 
 
-def pack_for(weight: Tensor | QuantizedWeight, device: torch.device) -> PackedLinear:
-    """`weight` [N, K] on the CPU, in the layout that `device` reads; works without a GPU, too.
+def pack_for(
+    weight: Tensor | QuantizedWeight, device: torch.device, bias: Tensor | None = None
+) -> PackedLinear:
+    """`weight` [N, K] and `bias` [N] on the CPU, in the layout that `device` reads; works without a
+    GPU, too.
 
     Has the bits of `pack_linear`, except where that would take oneDNN's own layout for a plain
     weight. A GPU's layout is tested by its bytes, and has not yet been run on one.
@@ -33,13 +37,13 @@ def pack_for(weight: Tensor | QuantizedWeight, device: torch.device) -> PackedLi
     if isinstance(weight, QuantizedWeight) or (
         device.type != "cuda" and native.usable(weight) is not None
     ):
-        return backend_for(weight, device).pack_linear(weight, None)
-    return PackedLinear.of_floats(weight.contiguous(), weight, None, "plain")
+        return backend_for(weight, device).pack_linear(weight, bias)
+    return PackedLinear.of_floats(weight.contiguous(), weight, bias, "plain")
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    name: str  # the payload's field; "" where the payload is a tensor itself
+    name: str  # the payload's field; "" where the payload is a tensor itself; BIAS
     shape: torch.Size
     dtype: torch.dtype
     offset: int  # bytes
@@ -58,7 +62,6 @@ class ExpertImage:
         self._linears = [_hollow(packed) for packed in expert]
         self._parts: list[list[_Part]] = []
         for packed in expert:
-            assert packed.bias is None
             parts = []
             for name, tensor in _tensors(packed).items():
                 parts.append(_Part(name, tensor.shape, tensor.dtype, self.num_bytes))
@@ -98,16 +101,24 @@ class ExpertImage:
 
 def _tensors(packed: PackedLinear) -> dict[str, Tensor]:
     if isinstance(packed.payload, Tensor):
-        return {"": packed.payload}
-    values = {f.name: getattr(packed.payload, f.name) for f in dataclasses.fields(packed.payload)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        found = {"": packed.payload}
+    else:
+        fields = (each.name for each in dataclasses.fields(packed.payload))
+        values = {name: getattr(packed.payload, name) for name in fields}
+        found = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if packed.bias is not None and "bias" not in found:
+        found[BIAS] = packed.bias
+    return found
 
 
 def _filled(packed: PackedLinear, tensors: dict[str, Tensor]) -> PackedLinear:
     """The same packed linear with other tensors."""
+    bias = tensors.get(BIAS, tensors.get("bias"))
     if isinstance(packed.payload, Tensor):
-        return dataclasses.replace(packed, payload=tensors[""])
-    return dataclasses.replace(packed, payload=dataclasses.replace(packed.payload, **tensors))
+        return dataclasses.replace(packed, payload=tensors[""], bias=bias)
+    own = {name: tensor for name, tensor in tensors.items() if name != BIAS}
+    payload = dataclasses.replace(packed.payload, **own)
+    return dataclasses.replace(packed, payload=payload, bias=bias)
 
 
 def _hollow(packed: PackedLinear) -> PackedLinear:

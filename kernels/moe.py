@@ -13,9 +13,10 @@ from torch import Tensor
 from penstock.kernels.matmul import linear
 from penstock.kernels.neurons import PooledNeurons, neuron_mlp
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import act_mul, act_mul_int8, combine
+from penstock.kernels.rowwise import act_mul, act_mul_int8, combine, quantize_int8, swiglu
 from penstock.kernels.types import Activation, PackedLinear
 
+Clamp = tuple[float, float]  # alpha and limit of `swiglu`
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
 # An expert that has tokens, or the neurons that each of them, in their order, uses of it.
 Visited = tuple[int, Expert | PooledNeurons]
@@ -35,7 +36,7 @@ class GroupedBackend(Protocol):
 
     def moe_mlp(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, table: Any, grouped: Tensor,
-        inner: Tensor, out: Tensor,
+        inner: Tensor, out: Tensor, clamp: Clamp | None,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -55,10 +56,11 @@ class GroupedExperts(tuple[Expert, ...]):
 def pack_experts(experts: Sequence[Expert]) -> Sequence[Expert]:
     """Packed experts for `moe_mlp`: on a GPU with their table, elsewhere unchanged.
 
-    Their memory must not move. Experts of different formats have no table.
+    Their memory must not move. Experts of different formats have no table, nor have those that
+    take their inputs in orders of their own (GPTQ's act-order).
     """
     formats = {(gate_up.format, down.format) for gate_up, down in experts}
-    if not _on_gpu(experts[0][0]) or len(formats) > 1:
+    if not _on_gpu(experts[0][0]) or len(formats) > 1 or any(map(_has_order, experts)):
         return experts
     grouped = GroupedExperts(experts)
     grouped.table = _triton().expert_table(grouped)
@@ -76,6 +78,7 @@ def moe_mlp(
     inner: Tensor | None = None,
     out: Tensor | None = None,
     complete: Complete | None = None,
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """The weighted sum of each row of `x` [T, d] through its k experts -> [T, d].
 
@@ -88,8 +91,9 @@ def moe_mlp(
 
     `grouped` [T * k, d], `inner` [R, 2I] and `out` [T, d], dense, hold the parts of the work; an
     expert takes at most R rows at once (all together do, of `pack_experts` on a GPU), and `out` may
-    be `x` itself. With them, nothing whose size grows with d or I is allocated. `complete`: called
-    before the sum, where `experts` yields only some of those that are used.
+    be `x` itself. With them, nothing whose size grows with d or I is allocated. `clamp`: as for
+    `gated_mlp`. `complete`: called before the sum, where `experts` yields only some of those that
+    are used.
     """
     num_tokens, top_k = topk_ids.shape
     if grouped is None:
@@ -101,7 +105,7 @@ def moe_mlp(
         out = torch.empty_like(x)
     if isinstance(experts, GroupedExperts):
         table = experts.table
-        return _triton().moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out)
+        return _triton().moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out, clamp)
     order = topk_ids.reshape(-1).argsort(stable=True)
     if num_experts is None:
         assert not callable(experts)
@@ -121,7 +125,7 @@ def moe_mlp(
             continue
         for first in range(0, counts[expert], at_once):
             rows = routed[first : first + at_once]
-            gated_mlp(rows, *found, inner, out=rows)
+            gated_mlp(rows, *found, inner, out=rows, clamp=clamp)
     if complete is not None:
         complete(grouped, ends)
     return combine(grouped, places.view_as(topk_ids), topk_weights, out)
@@ -136,20 +140,32 @@ def gated_mlp(
     *,
     scales: Tensor | None = None,
     activation: Activation = "silu",
+    clamp: Clamp | None = None,
 ) -> Tensor:
     """down(activation(gate(x)) * up(x)) of `x` [T, d] into `out` [T, d], which may be `x` itself.
 
     `inner` [at least T, 2I]: gate and up are computed there, and their product where gate was.
     `scales` fp32, T for each group of I: for those of that product where `down` takes int8, and
-    `x` may have its own there.
+    `x` may have its own there. `clamp`: `swiglu` with this alpha and limit in place of silu(gate) *
+    up.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
     gate, _ = both.chunk(2, dim=1)
+    if clamp is not None:
+        product: Tensor | Int8Rows = swiglu(both, *clamp, out=gate)
+        if down.takes_int8:
+            rows = Int8Rows.inside(gate, down.group, scales, hadamard=down.hadamard)
+            product = quantize_int8(gate, out=rows)
+        return linear(product, down, out=out)
     if down.takes_int8:
         rows = Int8Rows.inside(gate, down.group, scales, hadamard=down.hadamard)
         rows = act_mul_int8(both, activation=activation, out=rows)
         return linear(rows, down, out=out)
     return linear(act_mul(both, gate, activation), down, out=out)
+
+
+def _has_order(expert: Expert) -> bool:
+    return any(getattr(packed.payload, "order", None) is not None for packed in expert)
 
 
 def _on_gpu(packed: PackedLinear) -> bool:

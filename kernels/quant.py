@@ -4,7 +4,8 @@ Knows matrices; nothing of kernels, checkpoints or layers. Everything here is pl
 on any device: it quantises at load, and it is what every kernel is compared with.
 
 Formulas and epsilons are those of the PPL.LLM server (W8A8 "online_i8i8", INT4 "i4f16", KV INT8);
-NF4 is Dettmers et al. 2023 (QLoRA), appendix E; FP8 is E4M3, scaled to its largest value, 448.
+NF4 is Dettmers et al. 2023 (QLoRA), appendix E; FP8 is E4M3, scaled to its largest value, 448;
+MXFP4 is the Open Compute Project's microscaling format 1.0, sections 5.3.3 and 6.3.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from penstock.kernels.int4_search import search_int4
 
 WeightFormat = Literal["int8", "int4", "nf4", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "nf4", "fp8")
-# int8g: 8-bit codes with scales of groups. Only files hold it; nothing here rounds a weight to it.
+# int8g, fp8g: 8-bit codes with scales of groups; mxfp4: 4-bit floats with such. Only files hold
+# them; nothing here rounds a weight to one of them.
 Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]  # as search_int4
 Transform = Callable[[Tensor], Tensor]  # as hadamard_transform
-CodeFormat = WeightFormat | Literal["int8g"]
+CodeFormat = WeightFormat | Literal["int8g", "fp8g", "mxfp4"]
 INT8_GROUP = 64  # activations that share a scale before an int8 weight
 HADAMARD_BLOCK = 64  # inputs that a Hadamard transform mixes; its root is a power of two
 INT4_GROUP = 128  # of checkpoints in int4 as they are written: one scale, no zero point
@@ -40,6 +42,11 @@ NF4_VALUES = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+MXFP4_GROUP = 32
+MXFP4_VALUES = (  # E2M1: a sign, two bits of exponent, one of mantissa
+    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+)  # fmt: skip
+TABLES: dict[CodeFormat, tuple[float, ...]] = {"nf4": NF4_VALUES, "mxfp4": MXFP4_VALUES}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,10 +59,13 @@ class QuantizedWeight:
     As files have it, `scales` [N, G] and w = (nibble - zero) * scale, where zero is 8, or the
     group's own in `zeros` [N, G], uint8 or fp32. As it is made here, w = (step * nibble + offset) *
     scale with `steps` uint8 and `offsets` int8 [N, G] and `scales` [N]: codes of int8, of which 16
-    occur in a group. nf4: `scales` [N, G] and w = NF4_VALUES[nibble] * scale. The last nibble of an
-    odd K does not count.
+    occur in a group. nf4, mxfp4: `scales` [N, G] and w = TABLES[format][nibble] * scale. The last
+    nibble of an odd K does not count.
     int8g: `codes` int8 [N, K], `scales` [N, G]; w = (code - zero) * scale, where zero is 0, or the
-    group's own in `zeros` fp32 [N, G].
+    group's own in `zeros` fp32 [N, G]. fp8g: the same with float8_e4m3fn and no zeros; unlike fp8,
+    it leaves activations as they are.
+    `order` int32 [K], of int4 and int8g whose activations stay as they are: column k of the codes
+    is input order[k] (GPTQ's act-order); None: input k.
     `hadamard`: w is the transformed weight, for activations that are transformed before they are
     rounded (`hadamard_transform`); of int8, and of int4 with steps.
     """
@@ -70,6 +80,7 @@ class QuantizedWeight:
     offsets: Tensor | None = None
     weight_only: bool = False  # of int4: activations stay as they are
     hadamard: bool = False
+    order: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -77,8 +88,8 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales, zeros, steps and offsets."""
-        parts = (self.codes, self.scales, self.zeros, self.steps, self.offsets)
+        """Bytes of codes, scales, zeros, steps, offsets and the order of inputs."""
+        parts = (self.codes, self.scales, self.zeros, self.steps, self.offsets, self.order)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     @property
@@ -94,6 +105,8 @@ class QuantizedWeight:
         if self.format == "int8":
             return self.group
         if self.format != "int4" or self.group is None or self.weight_only:
+            return None
+        if self.order is not None:  # a group of inputs is none of neighbours
             return None
         if self.steps is not None or self.group >= self.in_features:
             return INT8_GROUP
@@ -192,15 +205,18 @@ def dequantize_weight(quantized: QuantizedWeight) -> Tensor:
     assert quantized.group is not None
     codes, zeros = quantized.codes, quantized.zeros
     columns = torch.arange(quantized.in_features, device=codes.device) // quantized.group
-    if quantized.format != "int8g":
+    if quantized.format not in ("int8g", "fp8g"):
         codes = unpack_nibbles(codes)[:, : quantized.in_features]
-    if quantized.format == "nf4":
-        values = torch.tensor(NF4_VALUES, device=codes.device)[codes.long()]
+    if quantized.format in TABLES:
+        values = torch.tensor(TABLES[quantized.format], device=codes.device)[codes.long()]
     elif zeros is not None:
         values = codes.float() - zeros.float()[:, columns]
     else:
         values = codes.float() - (8 if quantized.format == "int4" else 0)
-    return values * quantized.scales[:, columns]
+    values = values * quantized.scales[:, columns]
+    if quantized.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, quantized.order.long(), values)
 
 
 def int8_codes(quantized: QuantizedWeight) -> Tensor:

@@ -36,6 +36,8 @@ class RowwiseBackend(Protocol):
 
     def soft_cap_(self, x: Tensor, cap: float) -> Tensor: ...
 
+    def swiglu(self, gate_up: Tensor, out: Tensor, alpha: float, limit: float) -> Tensor: ...
+
     def combine(self, routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor: ...
 
 
@@ -249,6 +251,18 @@ def soft_cap_(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) in place, of fp32 `x` [T, D], dense rows."""
     assert x.dtype == torch.float32 and x.stride(1) == 1
     return _backend(x).soft_cap_(x, cap)
+
+
+def swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor | None = None) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of `gate_up` [T, 2I], gate first, into [T, I]; math
+    in fp32. Before, gate is clamped to `limit`, up to [-limit, limit] (gpt-oss, arXiv 2508.10925).
+
+    `out` as for `act_mul`.
+    """
+    assert gate_up.stride(-1) == 1
+    if out is None:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    return _backend(gate_up).swiglu(gate_up, out, alpha, limit)
 
 
 def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:

@@ -247,7 +247,9 @@ class SamplingRows:
 Layout = Literal["native", "onednn", "plain", "triton"]
 
 
-LinearFormat = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8", "int8g"]
+LinearFormat = Literal[
+    "fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp8", "int8g", "fp8g", "mxfp4"
+]
 FLOAT_FORMATS: dict[torch.dtype, LinearFormat] = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.workers.config import DEFAULT_KV_GROUP
 from penstock.workers.families.family import Family
 from penstock.workers.families.reading import fields_of
+from penstock.workers.families.router_config import PLAIN_ROUTER, RouterConfig
 from penstock.workers.families.table import FAMILIES, WRAPPERS
 from penstock.workers.gguf.metadata import ARCHITECTURES as GGUF_ARCHITECTURES
 from penstock.workers.model_config import ModelConfig
@@ -43,6 +44,10 @@ LOADED = {
     "Qwen2MoeForCausalLM": (EXPERTS, "Qwen1.5-MoE, Qwen2-57B-A14B"),
     "Qwen3MoeForCausalLM": (EXPERTS, "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder"),
     "OlmoeForCausalLM": (EXPERTS, "OLMoE-1B-7B"),
+    "Glm4MoeForCausalLM": (EXPERTS, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "MiniMaxM2ForCausalLM": (EXPERTS, "MiniMax M2"),
+    "GraniteMoeForCausalLM": (EXPERTS, "Granite 3.0 and 3.1, 1B-A400M and 3B-A800M"),
+    "GptOssForCausalLM": (EXPERTS, "gpt-oss-20b, gpt-oss-120b"),
 }
 # Of text and images, of which the language model alone is loaded: see families.table.WRAPPERS.
 WRAPPED = {
@@ -67,14 +72,29 @@ SWITCHES = {
     "logits_divisor": "divisor of logits",
     "logits_softcap": "bound of logits, by tanh",
     "query_scaling": "queries grow with their position",
+    "attention_sinks": "a learned score of each head that takes weight from all keys",
     "num_experts": "routed experts",
     "norm_topk_prob": "weights of a token's experts sum to one",
-    "shared_expert_intermediate_size": "an expert for every token, gated",
+    "shared_expert_intermediate_size": "an expert for every token",
+    "expert_bias": "biases of experts",
+    "swiglu_clamp": "alpha and limit of a clamped SwiGLU, of experts",
+    "shared_expert_gate": "which has a gate of its own",
+}
+# The same of RouterConfig, the field `router`.
+ROUTER_SWITCHES = {
+    "scoring": "scores of experts: softmax or sigmoid",
+    "has_bias": "bias of the router",
+    "has_choice_bias": "a bias that chooses, and does not weigh",
+    "num_groups": "groups of experts, of which",
+    "num_kept_groups": "so many are chosen from",
+    "eps": "added to the sum of a token's weights",
+    "scale": "factor of a token's weights",
+    "in_fp32": "the router computes in fp32",
 }
 # Fields with a default that are no switches.
 NO_SWITCHES = (
     *("num_experts_per_token", "moe_intermediate_size", "moe_layers", "eos_token_ids"),
-    *("bos_token_id", "dtype", "stored_scheme"),
+    *("bos_token_id", "dtype", "stored_scheme", "router"),
 )
 # Settings of published models that differ from the defaults of transformers' classes.
 _PUBLISHED: dict[str, dict[str, Any]] = {
@@ -82,14 +102,19 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
         "logits_scaling": 8.0,
     },
+    "granitemoe": {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
+        "logits_scaling": 6.0,
+    },
+    "glm4_moe": {  # GLM-4.5, and the groups that no published one has
+        "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5, "n_group": 4,
+        "topk_group": 2,
+    },
     "llama": {"attention_bias": True, "mlp_bias": True},
     "olmoe": {"clip_qkv": 8.0},
 }  # fmt: skip
 # Not loaded: the architecture as config.json has it, the models, and what Penstock lacks for them.
 ABSENT = {
-    "Glm4MoeForCausalLM": ("GLM-4.5, GLM-4.6", "sigmoid router, plain shared expert"),
-    "MiniMaxM2ForCausalLM": ("MiniMax M2", "sigmoid router"),
-    "GptOssForCausalLM": ("gpt-oss", "attention sinks, biased experts, MXFP4"),
     "Llama4ForConditionalGeneration": ("Llama 4", "chunked attention, images"),
     "DeepseekV2ForCausalLM": ("DeepSeek V2", "latent attention (MLA)"),
     "DeepseekV3ForCausalLM": ("DeepSeek V3, R1", "latent attention (MLA)"),
@@ -127,6 +152,27 @@ def switches() -> Rows:
             if fields.get(name, defaults[name]) != defaults[name]
         ]
         rows.append((f"`{name}`", f"`{defaults[name]}`", meaning, ", ".join(turned)))
+    plain = {each.name: each.default for each in dataclasses.fields(RouterConfig)}
+    for name, meaning in ROUTER_SWITCHES.items():
+        turned = [
+            architecture.removesuffix("ForCausalLM")
+            for architecture, fields in read.items()
+            if getattr(fields.get("router", PLAIN_ROUTER), name) != plain[name]
+        ]
+        rows.append((f"`router.{name}`", f"`{plain[name]}`", meaning, ", ".join(turned)))
+    fused_experts = [
+        family.architecture.removesuffix("ForCausalLM")
+        for family in FAMILIES.values()
+        if family.names.only_fused
+    ]
+    rows.append(
+        (
+            "`fused_experts`",
+            "`separate`",
+            "experts of a layer in one tensor",
+            ", ".join(fused_experts),
+        )
+    )
     named = [(each.architecture.removesuffix("ForCausalLM"), each) for each in FAMILIES.values()]
     fused = [name for name, each in named if each.names.qkv or each.names.gate_up]
     pairs = [name for name, each in named if each.adjacent_pairs]

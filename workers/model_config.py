@@ -15,6 +15,7 @@ from typing import Any, Literal
 from penstock.workers.errors import ConfigError
 from penstock.workers.families.family import Family
 from penstock.workers.families.reading import fields_of
+from penstock.workers.families.router_config import PLAIN_ROUTER, RouterConfig
 from penstock.workers.families.table import FAMILIES, family_of, text_of
 from penstock.workers.gguf.config import stated_by, stored_scheme
 from penstock.workers.gguf.dense import WHOLE_NORMS
@@ -64,11 +65,16 @@ class ModelConfig:
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # as of attention, of logits
     query_scaling: QueryScaling | None = None
+    attention_sinks: bool = False  # each head has one more score, which has no value
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False  # normalise the chosen experts' weights to sum to one
+    router: RouterConfig = PLAIN_ROUTER
     shared_expert_intermediate_size: int = 0  # 0: no shared expert
+    expert_bias: bool = False  # of routed experts' projections
+    swiglu_clamp: tuple[float, float] | None = None  # experts: alpha, limit; None: SiLU
+    shared_expert_gate: bool = True  # its output is weighted by the sigmoid of a product
     moe_layers: tuple[bool, ...] = ()  # per layer: routed experts, or a dense MLP
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -97,6 +103,8 @@ class ModelConfig:
                 f"num_experts_per_token ({self.num_experts_per_token}) must lie in "
                 f"[1, num_experts = {self.num_experts}]"
             )
+        if any(self.moe_layers):
+            self.router.check(self.num_experts, self.num_experts_per_token)
         for window in self.sliding_window:
             if window is not None and window < 1:
                 raise ConfigError(f"sliding_window must be positive; got {window}")

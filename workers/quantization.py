@@ -1,11 +1,12 @@
 """The quantisation of a checkpoint (`quantization_config`), and the format that it is served in.
 
-Supports four published schemes: compressed-tensors, AWQ, GPTQ and bitsandbytes' NF4. Any other
-scheme is refused by name here, before a byte of a weight is read. Loads no torch.
+Supports six published schemes: compressed-tensors, AWQ, GPTQ, bitsandbytes' NF4, FP8 in blocks and
+MXFP4. Any other scheme is refused by name here, before a byte of a weight is read. Loads no torch.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,10 +17,12 @@ from penstock.workers.errors import ConfigError
 
 QuantizedFormat = Literal["int8", "int4", "nf4", "fp8"]
 QUANTIZED_FORMATS: tuple[QuantizedFormat, ...] = ("int8", "int4", "nf4", "fp8")
-StoredFormat = QuantizedFormat | Literal["int8g"]  # int8g: 8-bit codes in groups, of GGUF files
-METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes")
+# 8-bit codes in groups, of GGUF files and GPTQ; E4M3 in groups; E2M1 in groups.
+StoredFormat = QuantizedFormat | Literal["int8g", "fp8g", "mxfp4"]
+METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes", "fp8", "mxfp4")
 STEP_GROUPS = (16, 32, 64, 128)
 TRANSFORM_BLOCK = 64  # as kernels.quant.HADAMARD_BLOCK
+MXFP4_GROUP = 32  # as kernels.quant.MXFP4_GROUP
 STEPS_KEY = "penstock_int4"  # of config.json: int8 codes that are 4-bit codes in steps
 REMEDY = "serve the original checkpoint with --weights int8, int4, nf4 or fp8"
 
@@ -29,9 +32,11 @@ class StoredScheme:
     """How a checkpoint stores its quantised weights.
 
     `formats`: those that occur, the main one first. `groups`: sizes of int4 groups that occur; None
-    is a whole row. `zero_offset`: added to stored zero points (GPTQ's first version stores them one
-    too low). `ignore`: modules that are not quantised, names or "re:" patterns. `not_transformed`:
-    modules whose weights are not Hadamard transforms, likewise; None: none is one.
+    is a whole row. `block_rows`: rows that share an fp8g scale. `has_zeros`: groups have zero
+    points beside their scales, as far as the configuration tells. `zero_offset`: added to
+    stored zero points (GPTQ's first version stores them one too low). `ignore`: modules that are
+    not quantised, names, names with "*", or "re:" patterns. `not_transformed`: modules whose
+    weights are not Hadamard transforms, likewise; None: none is one.
     """
 
     method: str
@@ -42,6 +47,8 @@ class StoredScheme:
     step_group: int | None = None
     int8_modules: frozenset[str] = frozenset()
     not_transformed: tuple[str, ...] | None = None
+    block_rows: int = 1
+    has_zeros: bool = False
 
     def ignores(self, module: str) -> bool:
         """Whether `module` is on the list: by its name, the last parts of it, or a pattern."""
@@ -77,9 +84,11 @@ def int4_options(settings: ModelOptions) -> Int4Options:
 
 
 def head_format(format: StoredFormat) -> QuantizedFormat:
-    """Of a quantised head, where the linear layers are in `format`: int8 beside int4, because an
-    error of the head goes into every token unmended."""
-    return "int8" if format == "int4" or format == "int8g" else format
+    """Of a quantised head, where the linear layers are in `format`: int8 beside int4 and codes of
+    files, because an error of the head goes into every token unmended."""
+    if format == "int8" or format == "nf4" or format == "fp8":
+        return format
+    return "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,9 @@ def _is_listed(module: str, names: tuple[str, ...]) -> bool:
         if each.startswith("re:"):
             if re.match(each[3:], module):
                 return True
+        elif "*" in each:
+            if fnmatch.fnmatchcase(module, f"*{each}*"):
+                return True
         elif module == each or module.endswith("." + each) or f".{each}." in f".{module}.":
             return True
     return False
@@ -178,6 +190,8 @@ def read_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
         "awq": _awq,
         "gptq": _gptq,
         "bitsandbytes": _bitsandbytes,
+        "fp8": _fp8_blocks,
+        "mxfp4": _mxfp4,
     }
     if method not in readers:
         raise _refused(f"method {method!r} is not supported; supported are {', '.join(METHODS)}")
@@ -208,8 +222,10 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> StoredScheme:
     if not formats:
         raise _refused("no config_groups, which describe how the weights are stored")
     ignore = tuple(str(each) for each in stated.get("ignore") or ())
+    described = [group["weights"] for group in stated["config_groups"].values()]
     return StoredScheme(
         "compressed-tensors", _once(formats), _once(groups), 0, ignore,
+        has_zeros=any(not each.get("symmetric", True) for each in described),
         not_transformed=_not_transformed(stated, formats),
     )  # fmt: skip
 
@@ -279,24 +295,45 @@ def _awq(stated: Mapping[str, Any]) -> StoredScheme:
     if version != "gemm":
         raise _refused(f"AWQ version {version!r} is not supported; 'gemm' is")
     return StoredScheme(
-        "awq", ("int4",), (_group(stated, "q_group_size"),), 0, _not_converted(stated)
-    )
+        "awq", ("int4",), (_group(stated, "q_group_size"),), 0, _not_converted(stated),
+        has_zeros=bool(stated.get("zero_point", True)),
+    )  # fmt: skip
 
 
 def _gptq(stated: Mapping[str, Any]) -> StoredScheme:
     bits = stated.get("bits")
-    if bits != 4:
-        raise _refused(f"GPTQ with {bits} bits is not supported; 4 bits are")
-    # With static groups the columns are only rounded in another order, and stored in theirs.
-    if stated.get("desc_act") and not stated.get("static_groups"):
-        raise _refused("GPTQ with activation ordering (desc_act) is not supported")
+    if bits not in (4, 8):
+        raise _refused(f"GPTQ with {bits} bits is not supported; 4 and 8 bits are")
     if stated.get("dynamic"):
         raise _refused("GPTQ with settings of single modules ('dynamic') is not supported")
     layout = stated.get("checkpoint_format", stated.get("format", "gptq"))
     if layout not in ("gptq", "gptq_v2"):
         raise _refused(f"GPTQ's checkpoint_format {layout!r} is not supported; 'gptq' is")
     offset = 1 if layout == "gptq" else 0
-    return StoredScheme("gptq", ("int4",), (_group(stated),), offset, _not_converted(stated))
+    format: StoredFormat = "int4" if bits == 4 else "int8g"
+    return StoredScheme(
+        "gptq", (format,), (_group(stated),), offset, _not_converted(stated),
+        has_zeros=not stated.get("sym", True),
+    )  # fmt: skip
+
+
+def _fp8_blocks(stated: Mapping[str, Any]) -> StoredScheme:
+    """As DeepSeek V3, Qwen3's FP8 files and MiniMax M2 have it."""
+    kind, block = str(stated.get("fmt", "e4m3")), stated.get("weight_block_size")
+    if kind not in ("e4m3", "float8_e4m3fn"):
+        raise _refused(f"FP8 of type {kind!r} is not supported; 'e4m3' is")
+    if block is None:
+        raise _refused("FP8 without blocks (weight_block_size) is not supported")
+    num_rows, width = (int(each) for each in block)
+    if num_rows < 1 or width < 16 or width % 16:
+        raise _refused(f"FP8 blocks of {list(block)} are not supported; [128, 128] are")
+    ignore = (*_not_converted(stated), *map(str, stated.get("ignored_layers") or ()))
+    return StoredScheme("fp8", ("fp8g",), (width,), ignore=ignore, block_rows=num_rows)
+
+
+def _mxfp4(stated: Mapping[str, Any]) -> StoredScheme:
+    """As gpt-oss has its experts."""
+    return StoredScheme("mxfp4", ("mxfp4",), (MXFP4_GROUP,), ignore=_not_converted(stated))
 
 
 def _bitsandbytes(stated: Mapping[str, Any]) -> StoredScheme:

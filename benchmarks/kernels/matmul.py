@@ -9,7 +9,8 @@ above 1.00 means that Penstock is faster than the best torch operator of its for
 What is compared: int8 with `quantized.linear_dynamic` (fbgemm: one scale for all rows, 7-bit
 activations), `onednn.qlinear_pointwise` and `_int_mm` (both without the time that it takes to
 quantise the rows); int4 with `_weight_int4pack_mm_for_cpu` (group 128); bf16 and fp32 with
-`F.linear` and the prepacked oneDNN operator. torch has no CPU operator for nf4 or W8A8 fp8: their
+`F.linear` and the prepacked oneDNN operator. torch has no CPU operator for nf4, W8A8 fp8, or the
+formats of files (fp8g: FP8 in blocks of 128, mxfp4, int8g: GPTQ of 8 bits in groups of 128): their
 ratio is to `F.linear` on a plain fp32 weight.
 """
 
@@ -36,7 +37,7 @@ from penstock.kernels.types import PackedLinear
 from penstock.workers.evaluation.machine import cpu_name
 
 SHAPES = ("896x4864", "2048x8192", "4864x896", "896x32000")
-FORMATS = ("fp32", "bf16", "int8", "int4", "nf4", "fp8")
+FORMATS = ("fp32", "bf16", "int8", "int4", "nf4", "fp8", "fp8g", "mxfp4", "int8g")
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OUT_OF_CACHE = 96e6  # bytes of copies of one weight
 
@@ -80,7 +81,9 @@ def number_of(num_bytes: int) -> int:
 def ours(weight: Tensor, format: str, activations: torch.dtype) -> Contender:
     plain = PLAIN.get(format)
     dtype = plain or activations
-    if plain is None:  # then it is one of the others of FORMATS
+    if format in ("fp8g", "mxfp4", "int8g"):
+        packed = pack_linear(of_a_file(weight, format))
+    elif plain is None:  # then it is one of the others of FORMATS
         packed = pack_linear(quant.quantize_weight(weight, cast(quant.WeightFormat, format)))
     else:
         packed = pack_linear(weight.to(plain))
@@ -95,6 +98,19 @@ def ours(weight: Tensor, format: str, activations: torch.dtype) -> Contender:
         return linear(x, packed, out=outs[x.shape[0]])
 
     return Contender("penstock", copies(packed, packed.num_bytes), run, prepare)
+
+
+def of_a_file(weight: Tensor, format: str) -> quant.QuantizedWeight:
+    """Codes that only files have; which they are is no matter of time."""
+    (num_rows, width), group = weight.shape, 32 if format == "mxfp4" else 128
+    scales = torch.rand(num_rows, -(-width // group)) + 0.5
+    codes = torch.randint(0, 120, (num_rows, width), dtype=torch.uint8)
+    if format == "mxfp4":
+        return quant.QuantizedWeight("mxfp4", codes[:, : width // 2].clone(), scales, width, group)
+    if format == "fp8g":
+        values = codes.view(torch.float8_e4m3fn)
+        return quant.QuantizedWeight("fp8g", values, scales, width, group)
+    return quant.QuantizedWeight("int8g", codes.view(torch.int8), scales, width, group)
 
 
 def theirs(weight: Tensor, format: str) -> list[Contender]:

@@ -77,7 +77,8 @@ WRITE_KV = Arguments(_WRITE)
 ROPE_WRITE_KV = Arguments(f"{_prefixed('write', _WRITE)} q q_stride heads cos sin half")
 ATTENTION = Arguments(
     f"dtype q q_stride {_cache('cache')} tables table_stride starts lens out batch heads scale:d "
-    "softcap:d window threads q_sink q_sink_stride sink_ends window_starts sink_blocks bases"
+    "softcap:d window threads q_sink q_sink_stride sink_ends window_starts sink_blocks bases "
+    "sink_scores"
 )
 RMS_NORM = Arguments(
     "dtype x x_token_stride x_head_stride residual residual_stride weight post factor:d wide out "
@@ -88,6 +89,7 @@ ROPE = Arguments("dtype q q_stride k k_stride cos sin tokens heads kv_heads dim 
 ROPE_TO = Arguments("dtype q q_stride out out_stride cos sin tokens heads dim half threads")
 ACT_MUL = Arguments(f"dtype gate_up stride out out_stride rows dim activation threads {_INT8}")
 SOFT_CAP = Arguments("x stride rows dim cap:d threads")
+SWIGLU = Arguments("dtype gate_up stride out out_stride rows dim alpha:d limit:d threads")
 HADAMARD = Arguments("dtype x stride out rows dim threads")
 COMBINE = Arguments("dtype rows places weights out tokens ranks dim threads")
 UNPACK_NEURONS = Arguments("dtype rows row_stride places count gate_up down hidden inner")
@@ -127,6 +129,7 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "rope_to": ROPE_TO,
     "act_mul": ACT_MUL,
     "soft_cap": SOFT_CAP,
+    "swiglu": SWIGLU,
     "combine": COMBINE,
     "hadamard": HADAMARD,
     "unpack_neurons": UNPACK_NEURONS,

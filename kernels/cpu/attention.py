@@ -41,20 +41,20 @@ def rope_write_kv(
 
 def decode_attention(
     q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None, softcap: float = 0.0,
+    rolling: Rolling | None = None, softcap: float = 0.0, sink_scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     native.bound.library.pk_decode(
-        _attention_bytes(q, kv, batch, scale, window, rolling, out, softcap)
+        _attention_bytes(q, kv, batch, scale, window, rolling, out, softcap, sink_scores)
     )
     return out
 
 
 def prefill_attention(
     q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None, softcap: float = 0.0,
+    rolling: Rolling | None = None, softcap: float = 0.0, sink_scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     native.bound.library.pk_prefill(
-        _attention_bytes(q, kv, batch, scale, window, rolling, out, softcap)
+        _attention_bytes(q, kv, batch, scale, window, rolling, out, softcap, sink_scores)
     )
     return out
 
@@ -68,7 +68,7 @@ def _write_values(k: Tensor, v: Tensor, kv: PagedKv, slots: Tensor) -> tuple[int
 
 def _attention_bytes(
     q: Tensor, kv: PagedKv, batch: DecodeBatch | PrefillBatch, scale: float, window: int | None,
-    rolling: Rolling | None, out: Tensor, softcap: float,
+    rolling: Rolling | None, out: Tensor, softcap: float, sink_scores: Tensor | None,
 ) -> bytes:  # fmt: skip
     tables, lens = batch.block_tables, batch.context_lens
     starts = batch.query_starts.data_ptr() if isinstance(batch, PrefillBatch) else 0
@@ -80,6 +80,7 @@ def _attention_bytes(
         native.DTYPES[q.dtype], q.data_ptr(), q.stride(0), *_cache_values(kv),
         tables.data_ptr(), tables.stride(0), starts, lens.data_ptr(), out.data_ptr(),
         lens.shape[0], q.shape[1], scale, softcap, window or 0, torch.get_num_threads(), *rolled,
+        0 if sink_scores is None else sink_scores.data_ptr(),
     )  # fmt: skip
 
 

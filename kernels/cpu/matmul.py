@@ -21,14 +21,20 @@ from penstock.kernels.cpu.arguments import (
     PACK_CODES,
     PACK_INT8,
 )
-from penstock.kernels.quant import NF4_VALUES, CodeFormat, Int8Rows, QuantizedWeight
+from penstock.kernels.quant import TABLES, CodeFormat, Int8Rows, QuantizedWeight
 from penstock.kernels.types import PackedLinear
 
 _MAX_DEPTH = 133_000  # products of int8 codes whose sum int32 holds, in one group
 
-_TABLES = {"int4": torch.arange(-8.0, 8.0), "nf4": torch.tensor(NF4_VALUES)}
-_RUNS = {"int4": 8, "nf4": 8, "int8g": 4, "fp8": 1}  # codes that lie in one word of a panel
-_BITS = {"int4": 4, "int8g": 8}  # of integer codes
+_TABLES: dict[CodeFormat, Tensor] = {
+    "int4": torch.arange(-8.0, 8.0), **{name: torch.tensor(each) for name, each in TABLES.items()},
+}  # fmt: skip
+# Codes that lie in one word of a panel.
+_RUNS: dict[CodeFormat, int] = {
+    "int4": 8, "nf4": 8, "mxfp4": 8, "int8g": 4, "fp8": 1, "fp8g": 1,
+}  # fmt: skip
+_BITS: dict[CodeFormat, int] = {"int4": 4, "int8g": 8, "fp8g": -8}  # E4M3_GROUPS of csrc
+_E4M3 = 256.0  # the library reads E4M3 codes as so much less
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +42,8 @@ class NativeWeight:
     """A quantised weight [N, K] as the native library reads it; `bias` fp32 [N] or None.
 
     `scales` fp32 [N], or, of groups, [panels, G, panel] like `shifts`, which are 8 - zero of int4,
-    - zero of int8g. `group` of int8 is of the activations, as is `hadamard`.
+    - zero of int8g. `group` of int8 is of the activations, as is `hadamard`. `order` int32 [K]: the
+    input of each column of codes; None: its own.
     """
 
     format: CodeFormat
@@ -48,6 +55,7 @@ class NativeWeight:
     out_features: int
     group: int
     hadamard: bool = False
+    order: Tensor | None = None
 
 
 def suits(weight: Tensor | QuantizedWeight) -> bool:
@@ -132,7 +140,10 @@ def _pack_codes(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
             run, codes.data_ptr(), codes.stride(0), packed.data_ptr(), num_outputs, depth,
             group, threads,
         ))  # fmt: skip
-        if quantized.format != "fp8":
+        if quantized.format == "fp8g":
+            by_group = _groups_with(codes.float().isnan(), group)
+            scales = _by_panel(scales.masked_fill(by_group, float("nan")) * _E4M3, panel)
+        elif quantized.format != "fp8":
             scales = _by_panel(scales, panel)
             zeros, zero = quantized.zeros, 8.0 if quantized.format == "int4" else 0.0
             shifts = None if zeros is None else _by_panel(zero - zeros.float(), panel)
@@ -141,7 +152,7 @@ def _pack_codes(quantized: QuantizedWeight, bias: Tensor | None) -> NativeWeight
     bias = None if bias is None else bias.float().contiguous()
     return NativeWeight(
         quantized.format, packed, scales, shifts, bias, depth, num_outputs, group,
-        quantized.hadamard,
+        quantized.hadamard, quantized.order,
     )  # fmt: skip
 
 
@@ -156,6 +167,8 @@ def _quantised_linear(
             y = _quantised_linear(x.float(), weight, None)
         return y.to(x.dtype) if out is None else out.copy_(y)
     rows = x.codes if isinstance(x, Int8Rows) else x
+    if isinstance(weight, NativeWeight) and weight.order is not None:
+        rows = rows.index_select(1, weight.order)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     if out is None:
@@ -186,6 +199,12 @@ def _quantised_linear(
             bias, *target, weight.group, threads, _BITS.get(weight.format, 0),
         ))  # fmt: skip
     return out
+
+
+def _groups_with(marks: Tensor, group: int) -> Tensor:
+    """bool [N, K] -> whether a group has a mark, bool [N, G]."""
+    padded = F.pad(marks, (0, -marks.shape[1] % group))
+    return padded.unflatten(1, (-1, group)).any(2)
 
 
 def _by_panel(values: Tensor, panel: int) -> Tensor:

@@ -19,6 +19,7 @@ from penstock.kernels.cpu.arguments import (
     ROPE,
     ROPE_TO,
     SOFT_CAP,
+    SWIGLU,
 )
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.types import ACTIVATIONS, Activation
@@ -102,6 +103,14 @@ def soft_cap_(x: Tensor, cap: float) -> Tensor:
         SOFT_CAP.pack(x.data_ptr(), x.stride(0), *x.shape, cap, torch.get_num_threads())
     )
     return x
+
+
+def swiglu(gate_up: Tensor, out: Tensor, alpha: float, limit: float) -> Tensor:
+    native.bound.library.pk_swiglu(SWIGLU.pack(
+        native.DTYPES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(),
+        out.stride(0), *out.shape, alpha, limit, torch.get_num_threads(),
+    ))  # fmt: skip
+    return out
 
 
 def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:

@@ -42,16 +42,16 @@ def _indexable(x: Tensor) -> Tensor:
 
 def decode_attention(
     q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None, softcap: float = 0.0,
+    rolling: Rolling | None = None, softcap: float = 0.0, sink_scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32)
     chunks = PrefillBatch(batch.block_tables, starts, batch.context_lens, 1)
-    return prefill_attention(q, kv, chunks, scale, window, out, rolling, softcap)
+    return prefill_attention(q, kv, chunks, scale, window, out, rolling, softcap, sink_scores)
 
 
 def prefill_attention(
     q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None, softcap: float = 0.0,
+    rolling: Rolling | None = None, softcap: float = 0.0, sink_scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A sequence at a time: gather the visible blocks, then two products per group of heads."""
     (_, num_kv_heads, block_size, _), bounds = kv.k.shape, batch.query_starts.tolist()
@@ -73,7 +73,13 @@ def prefill_attention(
         if not all_scores:
             out[rows] = 0
             continue
-        y = torch.cat(all_scores, -1).softmax(-1).flatten(1, 2) @ torch.cat(all_values, 1)
+        scores = torch.cat(all_scores, -1)  # [KV, G, Q, S]
+        if sink_scores is not None:
+            sinks = sink_scores.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        y = weights.flatten(1, 2) @ torch.cat(all_values, 1)
         y = y.unflatten(1, (-1, rows.stop - rows.start)).permute(2, 0, 1, 3)
         out[rows] = y.flatten(1, 2).to(out.dtype)
     return out

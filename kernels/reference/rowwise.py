@@ -56,6 +56,10 @@ def soft_cap_(x: Tensor, cap: float) -> Tensor:
     return x.copy_(soft_cap_reference(x, cap))
 
 
+def swiglu(gate_up: Tensor, out: Tensor, alpha: float, limit: float) -> Tensor:
+    return out.copy_(swiglu_reference(gate_up, alpha, limit))
+
+
 def quantize_int8(x: Tensor, out: Int8Rows) -> Int8Rows:
     codes, scales = quantize_rows_int8(x, out.group, hadamard=out.hadamard)
     out.codes.copy_(codes)
@@ -93,6 +97,13 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
+
+
+def swiglu_reference(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """fp32, rounded once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
 
 
 def act_mul_reference(gate_up: Tensor, activation: Activation = "silu") -> Tensor:

@@ -24,7 +24,7 @@ SPLIT = 256
 
 def decode_attention(
     q: Tensor, kv: PagedKv, batch: DecodeBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None, softcap: float = 0.0,
+    rolling: Rolling | None = None, softcap: float = 0.0, sink_scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -52,7 +52,7 @@ def decode_attention(
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     programs._merge_kernel[(num_rows, num_heads)](
-        partial, stats[0], stats[1], lens, sink_ends, window_starts, out,
+        partial, stats[0], stats[1], lens, sink_ends, window_starts, sink_scores, out,
         window or 0, num_splits,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, SPLIT_KEYS=SPLIT, num_warps=1,
         enable_fp_fusion=False,
@@ -62,7 +62,7 @@ def decode_attention(
 
 def prefill_attention(
     q: Tensor, kv: PagedKv, batch: PrefillBatch, scale: float, window: int | None, out: Tensor,
-    rolling: Rolling | None = None, softcap: float = 0.0,
+    rolling: Rolling | None = None, softcap: float = 0.0, sink_scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -78,7 +78,7 @@ def prefill_attention(
     q_sink, q_sink_stride, *rolled = _rolled(rolling)
     k_cache, v_cache = _readable(kv.k), _readable(kv.v)
     programs._prefill_kernel[(triton.cdiv(max_query_len, query_tile), num_heads, num_chunks)](
-        q, q_sink, k_cache, v_cache, tables, starts, lens, *rolled, out,
+        q, q_sink, k_cache, v_cache, tables, starts, lens, *rolled, sink_scores, out,
         *scales_of(kv), q.stride(0), q_sink_stride,
         *find_blocks(kv),
         tables.stride(0), scale, softcap or None, window or 0,

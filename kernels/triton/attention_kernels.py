@@ -12,7 +12,13 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.attention_cache import find_slots, load_values, score
-from penstock.kernels.triton.attention_order import capped, merge, nothing_seen, soften
+from penstock.kernels.triton.attention_order import (
+    add_sink,
+    capped,
+    merge,
+    nothing_seen,
+    soften,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -110,7 +116,8 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_kernel(
-    partial_ptr, top_ptr, total_ptr, lens_ptr, sink_ends_ptr, window_starts_ptr, out_ptr,
+    partial_ptr, top_ptr, total_ptr, lens_ptr, sink_ends_ptr, window_starts_ptr, sink_scores_ptr,
+    out_ptr,
     window, num_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
@@ -135,6 +142,9 @@ def _merge_kernel(
         top, total, acc = merge(
             top, total, acc, tl.load(top_ptr + at), tl.load(total_ptr + at), part
         )
+    if sink_scores_ptr is not None:
+        sink = tl.load(sink_scores_ptr + head) * LOG2_E
+        total, acc = add_sink(top, total, acc, sink)
     total = tl.where(begin < end, total, 1.0)
     at = ((b * NUM_HEADS + head + one) * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
@@ -173,7 +183,7 @@ def _attend(
 @triton.jit
 def _prefill_kernel(
     q_ptr, q_sink_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lens_ptr,
-    sink_ends_ptr, window_starts_ptr, sink_blocks_ptr, bases_ptr, out_ptr,
+    sink_ends_ptr, window_starts_ptr, sink_blocks_ptr, bases_ptr, sink_scores_ptr, out_ptr,
     k_scales_ptr, v_scales_ptr, q_stride, q_sink_stride,
     k_block_stride, k_scratch_at, k_scratch_stride,
     k_scales_stride, k_scales_at, k_scales_scratch_stride,
@@ -229,6 +239,9 @@ def _prefill_kernel(
             keys, values, table_ptr, kv_head, dims, sink_pages, base, num_blocks, scale, softcap,
             HEAD_DIM, BLOCK_SIZE, KEY_TILE, SPLIT_KEYS, GROUPS, GROUPS_TILE,
         )  # fmt: skip
+        if sink_scores_ptr is not None:
+            sink = tl.load(sink_scores_ptr + head) * LOG2_E
+            total, acc = add_sink(top, total, acc, sink)
         total = tl.where(total == 0, 1.0, total)  # rows past the chunk
         out_at = (row * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
         y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)

@@ -61,6 +61,14 @@ def soften(scores, visible, scale, top, total, acc, v):
 
 
 @triton.jit
+def add_sink(top, total, acc, sink):
+    """The sums of rows to which one more score is added, in base 2, whose value is 0."""
+    new_top = tl.maximum(top, sink)
+    keep = tl.exp2(top - new_top)
+    return tl.fma(total, keep, tl.exp2(sink - new_top)), acc * keep[:, None]
+
+
+@triton.jit
 def merge(top, total, acc, next_top, next_total, next_acc):
     """The pieces merged so far, and the next one."""
     new_top = tl.maximum(top, next_top)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from penstock.kernels.quant import (
     INT8_GROUP,
-    NF4_VALUES,
+    TABLES,
+    CodeFormat,
     Int8Rows,
     QuantizedWeight,
     num_groups,
@@ -35,12 +36,14 @@ class GpuWeight:
     """A weight [N, K] as its kernel reads it.
 
     plain, int8, fp8: `codes` [N, K], row by row; codes of 8 bits as uint8 or int8, their rows
-    padded with zeros to 16 bytes. int4, nf4: `codes` uint8 [slabs, N, step / 2], in which a tile is
-    one run of bytes; byte j of a slab holds its input j, and j + step / 2 in the high nibble.
-    int4_steps: the same with `zeros` int16 [G, N]: offset * 32 + step. int8g: `codes` int8 [N, K],
-    rows padded with zeros to whole steps. `scales` fp32 [N], or [G, N] of groups; `zeros` else
-    [G, N], uint8 or fp32. `group` of int8 is of the activations; those of int4_steps are as long
-    as a step.
+    padded with zeros to 16 bytes. int4, nf4, mxfp4: `codes` uint8 [slabs, N, step / 2], in which a
+    tile is one run of bytes; byte j of a slab holds its input j, and j + step / 2 in the high
+    nibble.
+    int4_steps: the same with `zeros` int16 [G, N]: offset * 32 + step. int8g, fp8g: `codes` int8 or
+    uint8 [N, K], rows padded with zeros to whole steps; fp8g's scales are 256 times the weight's.
+    `order` int32 [K]: the input of each column of codes; None: its own. `scales` fp32
+    [N], or [G, N] of groups; `zeros` else [G, N], uint8 or fp32. `group` of int8 is of the
+    activations; those of int4_steps are as long as a step.
     """
 
     format: GpuFormat
@@ -53,6 +56,7 @@ class GpuWeight:
     group: int
     step: int
     hadamard: bool = False  # int8 and int4_steps: rows are transformed before they are rounded
+    order: Tensor | None = None
 
     @property
     def takes_int8(self) -> bool:
@@ -67,14 +71,15 @@ class GpuWeight:
 
     @property
     def num_bytes(self) -> int:
-        parts = [self.codes, self.scales, self.zeros, self.bias]
+        parts = [self.codes, self.scales, self.zeros, self.bias, self.order]
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
     """`quantized` and `bias` [N], any float dtype, in the layout of the kernels.
 
-    Raises ValueError for groups that are neither a multiple of 32 (of int8g: 16) nor a whole row.
+    Raises ValueError for groups that are neither a multiple of 32 (of int8g and fp8g: 16) nor a
+    whole row.
     """
     num_outputs, num_inputs = quantized.out_features, quantized.in_features
     if quantized.format in ("int8", "fp8"):
@@ -92,18 +97,21 @@ def pack(quantized: QuantizedWeight, bias: Tensor | None = None) -> GpuWeight:
     assert quantized.group is not None
     if quantized.steps is not None:
         return _pack_steps(quantized, bias)
-    is_int8 = quantized.format == "int8g"
-    step = _step(quantized.group, num_inputs, SLAB // 8 if is_int8 else SLAB // 4)
-    if is_int8:
+    is_wide = quantized.format in ("int8g", "fp8g")
+    step = _step(quantized.group, num_inputs, SLAB // 8 if is_wide else SLAB // 4)
+    scales = quantized.scales.float().T.contiguous()
+    if quantized.format == "fp8g":
+        codes, scales = _padded(quantized.codes.view(torch.uint8), -num_inputs % step), scales * 256
+    elif is_wide:
         codes = _padded(quantized.codes, -num_inputs % step)
     else:
         codes = _slabs(quantized, step)
-    scales = quantized.scales.float().T.contiguous()
     zeros = None if quantized.zeros is None else quantized.zeros.T.contiguous()
     group = quantized.group if scales.shape[0] > 1 else num_inputs + -num_inputs % step
     return GpuWeight(
-        quantized.format, codes, scales, zeros, bias, num_inputs, num_outputs, group, step
-    )
+        quantized.format, codes, scales, zeros, bias, num_inputs, num_outputs, group, step,
+        order=quantized.order,
+    )  # fmt: skip
 
 
 def _pack_steps(quantized: QuantizedWeight, bias: Tensor | None) -> GpuWeight:
@@ -184,6 +192,8 @@ def activations(x: Tensor | Int8Rows, weight: GpuWeight) -> tuple[Tensor, Tensor
         assert x.hadamard == weight.hadamard
         assert min(x.group or depth, depth) == min(weight.row_group or depth, depth)
         return x.codes, x.scales
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
     x = x if x.stride(1) == 1 else x.contiguous()
     if not weight.takes_int8 and weight.format != "fp8":
         return x, None
@@ -295,12 +305,14 @@ def _padded(rows: Tensor, spare: int) -> Tensor:
 
 
 def _table(weight: GpuWeight, x: Tensor) -> Tensor | None:
-    return _nf4_table(x.device, x.dtype) if weight.format == "nf4" else None
+    if weight.format != "nf4" and weight.format != "mxfp4":
+        return None
+    return _table_of(weight.format, x.device, x.dtype)
 
 
 @functools.cache
-def _nf4_table(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(NF4_VALUES, device=device).to(dtype)
+def _table_of(format: CodeFormat, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(TABLES[format], device=device).to(dtype)
 
 
 @functools.cache

@@ -66,7 +66,7 @@ def _sum_piece(
     """acc + W x^T [outputs, rows] over the inputs of one piece."""
     first = piece * inputs_a_piece
     end = tl.minimum(first + inputs_a_piece, num_inputs)
-    if FORMAT == "int4" or FORMAT == "nf4":
+    if FORMAT == "int4" or FORMAT == "nf4" or FORMAT == "mxfp4":
         acc = sum_nibbles(
             acc, x_ptr, x_rows, seen, codes_ptr, n, num_outputs, scales_ptr, zeros_ptr, table_ptr,
             first, end, num_inputs, FORMAT, GROUP, STEP, EVEN,
@@ -81,10 +81,10 @@ def _sum_piece(
             acc, x_ptr, x_scales_ptr, x_rows, sources, seen, codes_ptr, n, num_outputs, zeros_ptr,
             first, end, num_inputs, GROUP, STEP, EVEN,
         )  # fmt: skip
-    elif FORMAT == "int8g":
+    elif FORMAT == "int8g" or FORMAT == "fp8g":
         acc = sum_grouped(
             acc, x_ptr, x_rows, seen, codes_ptr, n, codes_stride, num_outputs, scales_ptr,
-            zeros_ptr, first, end, num_inputs, GROUP, STEP, EVEN,
+            zeros_ptr, first, end, num_inputs, FORMAT, GROUP, STEP, EVEN,
         )  # fmt: skip
     else:
         acc = sum_whole(

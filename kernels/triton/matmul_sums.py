@@ -15,11 +15,11 @@ import triton.language as tl
 
 @triton.jit
 def nibble_values(nibble, zero, table_ptr, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """What 4-bit codes stand for, before the scale: int4's exact integers, or nf4's table.
+    """What 4-bit codes stand for, before the scale: int4's exact integers, or a table's.
 
     The bits of 2^n + nibble are those of 2^n with the nibble put in: no conversion is needed.
     """
-    if FORMAT == "nf4":
+    if FORMAT == "nf4" or FORMAT == "mxfp4":
         value = tl.load(table_ptr + nibble.to(tl.int32))
     elif dtype == tl.float16:
         wide = (nibble.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
@@ -135,9 +135,9 @@ def sum_nibbles(
     first, end, num_inputs,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same for int4 and nf4, whose codes lie in slabs [inputs / STEP, outputs, STEP / 2]: a
-    byte's low nibble is input j of the slab, its high one input j + STEP / 2. A slab lies within
-    one group, so its sum is scaled instead of its weights, which keeps these exact."""
+    """The same for int4, nf4 and mxfp4, whose codes lie in slabs [inputs / STEP, outputs, STEP /
+    2]: a byte's low nibble is input j of the slab, its high one input j + STEP / 2. A slab lies
+    within one group, so its sum is scaled instead of its weights, which keeps these exact."""
     HALF: tl.constexpr = STEP // 2
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     j = tl.arange(0, HALF)
@@ -175,14 +175,16 @@ def sum_nibbles(
 def sum_grouped(
     acc, x_ptr, x_rows, seen, codes_ptr, n, codes_stride, num_outputs, scales_ptr, zeros_ptr,
     first, end, num_inputs,
-    GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same for 8-bit codes with scales of groups, which are exact in every dtype of x. A step
-    lies within one group. Not yet run on a GPU."""
+    """The same for 8-bit codes with scales of groups, which are exact in every dtype of x: for
+    integers, or fp8g's E4M3 at 2^-8 of its values. A step lies within one group. Not yet run on a
+    GPU."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     for k in range(first, end, STEP):
         at = k + tl.arange(0, STEP)
-        w = tl.load(codes_ptr + n[:, None] * codes_stride + at[None, :]).to(dtype)
+        codes = tl.load(codes_ptr + n[:, None] * codes_stride + at[None, :])
+        w = byte_values(codes, "fp8_upcast" if FORMAT == "fp8g" else FORMAT).to(dtype)
         mask = seen[None, :] if EVEN else seen[None, :] & (at < num_inputs)[:, None]
         x = tl.load(x_ptr + x_rows[None, :] + at[:, None], mask=mask, other=0.0)
         group = k // GROUP * num_outputs + n

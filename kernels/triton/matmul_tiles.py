@@ -17,12 +17,13 @@ GpuFormat = CodeFormat | Literal["plain", "int4_steps"]
 
 WEIGHT_BYTES: dict[GpuFormat, float] = {
     "plain": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
-    "int8g": 1.0 + 4 / 32, "int4_steps": 0.5 + 2 / 16,
+    "int8g": 1.0 + 4 / 32, "int4_steps": 0.5 + 2 / 16, "fp8g": 1.0 + 4 / 128,
+    "mxfp4": 0.5 + 4 / 32,
 }  # fmt: skip
 # The cost of a multiply-add relative to 16 bits: weight-only formats are multiplied as 16 bits.
 OPERATIONS: dict[GpuFormat, float] = {
     "plain": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 1.0, "nf4": 1.0, "int8g": 1.0,
-    "int4_steps": 0.5,
+    "int4_steps": 0.5, "fp8g": 1.0, "mxfp4": 1.0,
 }  # fmt: skip
 # Rows from which a 16-bit matmul is bound by FLOPs: rate * 2 bytes / (2 * bandwidth). A100: 312
 # TFLOP/s and 2.0 TB/s; H200: 989 and 4.8. The rest follows: int8 turns at the same number of rows

@@ -89,7 +89,7 @@ def group_weights(linears: Sequence[PackedLinear]) -> GroupedWeight:
 
 def moe_mlp(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, table: tuple[GroupedWeight, GroupedWeight],
-    grouped: Tensor, inner: Tensor, out: Tensor,
+    grouped: Tensor, inner: Tensor, out: Tensor, clamp: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """`moe.moe_mlp` with all the memory given, `out` may be `x`; but where `inner` has fewer than
     MIN_LAUNCHED rows, memory of no more than that many is allocated in its place."""
@@ -106,7 +106,9 @@ def moe_mlp(
         grouped_linear(values, scales, gate_up, routes.starts, both, first, tokens)
         gate, _ = both.chunk(2, dim=1)
         product: Tensor | Int8Rows
-        if down.first.takes_int8:
+        if clamp is not None:  # rounded to int8 by `activations`, where that is wanted
+            product = rowwise_triton.swiglu(both, gate, *clamp)
+        elif down.first.takes_int8:
             product = rowwise_quant_triton.act_mul_int8(
                 both,
                 Int8Rows.inside(gate, down.first.row_group, hadamard=down.first.hadamard),

@@ -84,6 +84,16 @@ def soft_cap_(x: Tensor, cap: float) -> Tensor:
     return x
 
 
+def swiglu(gate_up: Tensor, out: Tensor, alpha: float, limit: float) -> Tensor:
+    num_rows, dim = out.shape
+    tile = min(1024, triton.next_power_of_2(dim))
+    if num_rows:
+        _swiglu_kernel[(num_rows, triton.cdiv(dim, tile))](
+            gate_up, out, gate_up.stride(0), out.stride(0), dim, alpha, limit, TILE=tile
+        )
+    return out
+
+
 def combine(routed: Tensor, places: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     """sum_k weights[t, k] * routed[places[t, k]] into `out` [T, d], k ascending, in fp32."""
     num_rows, dim = out.shape
@@ -210,6 +220,23 @@ def _soft_cap_kernel(x_ptr, stride, dim, cap, TILE: tl.constexpr):
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + row * stride + i, mask=i < dim, other=0.0)
     tl.store(x_ptr + row * stride + i, _tanh(x / cap) * cap, mask=i < dim)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_up_ptr, out_ptr, stride, out_stride, dim, alpha, limit, TILE: tl.constexpr
+):  # fmt: skip
+    """One program a tile of one row. Not yet run on a GPU."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    keep = i < dim
+    gate = tl.load(gate_up_ptr + row * stride + i, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + dim + i, mask=keep, other=0.0).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)  # NaN stays
+    up = tl.where(up > limit, limit, up)
+    up = tl.where(up < -limit, -limit, up)
+    y = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    tl.store(out_ptr + row * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit

@@ -133,6 +133,7 @@ def dense_attention(
     scale: float,
     window: int | None,
     softcap: float = 0.0,
+    sink_scores: Tensor | None = None,
 ) -> Tensor:
     """The oracle's oracle: float64, from the keys as they were drawn, not through the cache."""
     group, out = q.shape[1] // paged.k_cache.shape[1], []
@@ -146,6 +147,11 @@ def dense_attention(
         scores = rows.double().transpose(0, 1) @ k.transpose(1, 2) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sink_scores is not None:  # as of one more key, whose value is 0
+            more = sink_scores.double()[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, more], -1)
+            v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        weights = scores.softmax(-1)
         out.append((weights @ v).transpose(0, 1))
     return torch.cat(out).to(q.dtype)

@@ -126,6 +126,21 @@ def test_prefill_is_the_dense_result(cpu_path, shape):
     assert_close(y, dense_attention(q, case, query_lens, 0.125, window))
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_score_without_a_value(cpu_path, dtype, window):
+    """gpt-oss's sinks: scores far below and far above those of the keys, a head each."""
+    query_lens = [1, 15, 1, 16, 40, 70]
+    case = paged(CONTEXTS, num_kv_heads=2, head_dim=24, dtype=dtype)
+    sinks = torch.tensor([-100.0, -1.0, 0.0, 2.0, 8.0, 200.0])
+    q = torch.randn(sum(query_lens), 6, 24).to(dtype)
+    y = prefill(q, case, query_lens, window=window, sink_scores=sinks)
+    assert_close(y, dense_attention(q, case, query_lens, 0.125, window, sink_scores=sinks))
+    assert y[:, 5].abs().max() < 1e-30 < y[:, 0].abs().min()
+    y = decode(q[:6], case, window=window, sink_scores=sinks)
+    assert_close(y, dense_attention(q[:6], case, [1] * 6, 0.125, window, sink_scores=sinks))
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_views_of_a_fused_projection_and_out(cpu_path, dtype):
     case = paged([40, 7], num_kv_heads=2, head_dim=16, dtype=dtype)

@@ -6,6 +6,7 @@ On the native path of the CPU, for every format of the cache; memory that no row
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ FORMATS = [
 ]
 
 
-def whole_prompt(q: Tensor, case: Paged, window: int | None) -> Tensor:
+def whole_prompt(q: Tensor, case: Paged, window: int | None, **options: Any) -> Tensor:
     return attention.prefill_attention(
-        q, case.kv, case.prefill([LENGTH]), scale=SCALE, window=window
+        q, case.kv, case.prefill([LENGTH]), scale=SCALE, window=window, **options
     )
 
 
@@ -62,11 +63,15 @@ def chunk(q: Tensor, case: Paged, first: int, last: int, window: int | None) -> 
     return attention.prefill_attention(q[first:last], case.kv, batch, scale=SCALE, window=window)
 
 
-def decode_rows(q: Tensor, case: Paged, positions: list[int], window: int | None) -> Tensor:
+def decode_rows(
+    q: Tensor, case: Paged, positions: list[int], window: int | None, **options: Any
+) -> Tensor:
     lens = torch.tensor(positions, dtype=INT32) + 1
     tables = case.tables.expand(len(positions), -1).contiguous()
     batch = DecodeBatch(tables, lens, int(lens.max()))
-    return attention.decode_attention(q[positions], case.kv, batch, scale=SCALE, window=window)
+    return attention.decode_attention(
+        q[positions], case.kv, batch, scale=SCALE, window=window, **options
+    )
 
 
 # Every shape with two formats, and one shape with all.
@@ -86,6 +91,10 @@ def test_a_decode_row_has_the_bits_of_a_prompts_row(native_path, shape, format):
     assert torch.equal(alone, together[POSITIONS])
     for first, last in CHUNKS:
         assert torch.equal(chunk(q, case, first, last, window), together[first:last]), first
+    sinks = {"sink_scores": torch.randn(q.shape[1])}
+    with_sinks = whole_prompt(q, case, window, **sinks)
+    assert torch.equal(decode_rows(q, case, POSITIONS, window, **sinks), with_sinks[POSITIONS])
+    assert not torch.equal(with_sinks, together)
     torch.set_num_threads(2)
     assert torch.equal(whole_prompt(q, case, window), together)
     assert torch.equal(decode_rows(q, case, POSITIONS, window), alone)

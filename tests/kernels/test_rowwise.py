@@ -166,6 +166,24 @@ def test_act_mul_where_the_gate_was(cpu_path, dtype):
     assert torch.equal(gate_up[:, 65:], up)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 63), (33, 500)])
+def test_swiglu(cpu_path, dtype, shape):
+    """gpt-oss's, as its paper writes it; over the gate, too, and NaN stays."""
+    gate_up = 3 * torch.randn(shape[0], 2 * shape[1]).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    gate, up = gate.clamp(max=4.0), up.clamp(-4.0, 4.0)
+    truth = ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(dtype)
+    assert_close(rowwise.swiglu(gate_up, 1.702, 4.0), truth)
+    place, kept = gate_up[:, : shape[1]], gate_up[:, shape[1] :].clone()
+    assert rowwise.swiglu(gate_up, 1.702, 4.0, out=place) is place
+    assert_close(place, truth)
+    assert torch.equal(gate_up[:, shape[1] :], kept)
+    far = torch.tensor([[1e4, -1e4, float("nan"), 1.0, 1e4, -1e4, 1.0, float("nan")]]).to(dtype)
+    y = rowwise.swiglu(far, 1.702, 7.0)[0]
+    assert y[2:].isnan().all() and abs(float(y[1])) < 1e-30 and abs(float(y[0]) - 56) < 0.25
+
+
 def test_act_mul_far_out(cpu_path):
     gate = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4]])
     y = rowwise.act_mul(torch.cat((gate, torch.ones_like(gate)), -1))
@@ -195,7 +213,8 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(native_path, dtype):
         rowwise.rope_(q, k, angle[rows].cos(), angle[rows].sin())
         normed = rowwise.rms_norm(x[rows], weight, 1e-5, residual=residual[rows])
         other = rowwise.rope_to(q, angle[rows].cos(), angle[rows].sin(), torch.empty_like(q))
-        return [q, k, other, *normed, rowwise.act_mul(x[rows, :900])]
+        gated = rowwise.act_mul(x[rows, :900]), rowwise.swiglu(x[rows, :900], 1.7, 1.0)
+        return [q, k, other, *normed, *gated]
 
     together = run(slice(None))
     torch.set_num_threads(2)

@@ -9,6 +9,7 @@ import json
 import pytest
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.families.router_config import RouterConfig
 from penstock.workers.families.table import FAMILIES, WRAPPERS
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.shapes import SHAPES
@@ -30,6 +31,8 @@ def test_every_switch_of_the_code_has_a_row_with_its_default():
     with_default = [name for name, value in fields.items() if value is not dataclasses.MISSING]
     switches = [name for name in with_default if name not in supported_models.NO_SWITCHES]
     assert switches == list(supported_models.SWITCHES)
+    of_routers = [each.name for each in dataclasses.fields(RouterConfig)]
+    assert of_routers == list(supported_models.ROUTER_SWITCHES)
     rows = supported_models.switches()
     assert [row[0].strip("`") for row in rows][: len(switches)] == switches
     for name, default, _, turned in rows:
@@ -37,7 +40,9 @@ def test_every_switch_of_the_code_has_a_row_with_its_default():
         if name.strip("`") in fields:
             assert default == f"`{fields[name.strip('`')]}`"
     by_name = {row[0].strip("`"): row[3] for row in rows}
-    assert by_name["residual_scale"] == "Granite" and by_name["adjacent_pairs"] == "Glm4"
+    assert (
+        by_name["residual_scale"] == "Granite, GraniteMoe" and by_name["adjacent_pairs"] == "Glm4"
+    )
     assert by_name["norm_place"] == "Olmo2, Olmo3, Gemma2, Gemma3, Glm4"
 
 

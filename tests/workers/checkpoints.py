@@ -38,6 +38,24 @@ _DENSE = {
 _WIDE = {**_DENSE, "hidden_size": 96, "head_dim": 24}
 _MOE = {**_DENSE, "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40}
 _MANY = {"num_experts_per_tok": 8, "moe_intermediate_size": 32}
+_GLM = {
+    **_DENSE, "num_experts_per_tok": 2, "n_routed_experts": 5, "moe_intermediate_size": 40,
+    "head_dim": 24, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.7, "n_shared_experts": 1,
+}  # fmt: skip
+_MINIMAX = {
+    **_DENSE, "num_experts_per_tok": 2, "num_local_experts": 5, "intermediate_size": 40,
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+_GPT_OSS = {
+    **_DENSE, "num_experts_per_tok": 2, "num_local_experts": 5, "intermediate_size": 40,
+    "head_dim": 24, "sliding_window": 13, "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1.5e4, "factor": 8.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
 _QWEN2_MOE = {**_MOE, "shared_expert_intermediate_size": 56}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}
 _YARN = {
@@ -107,6 +125,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", _QWEN2_MOE),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 24, "norm_topk_prob": True}),
     "olmoe": ("olmoe", _MOE),
+    "glm4_moe": ("glm4_moe", _GLM),
+    "minimax_m2": ("minimax_m2", _MINIMAX),
+    "granitemoe": (
+        "granitemoe",
+        {
+            **_DENSE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "embedding_multiplier": 0.3,
+            "residual_multiplier": 1.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.7,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 3}),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {**_DENSE, "tie_word_embeddings": True}),
@@ -190,6 +224,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # Heads for four ranks.
     "llama-4-kv": ("llama", {**_DENSE, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "olmoe-4-kv": ("olmoe", {**_MOE, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "gpt_oss-window": ("gpt_oss", _GPT_OSS),  # sliding, full, sliding
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {
+            **_GLM,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "olmoe-clip": ("olmoe", {**_MOE, "clip_qkv": 0.8, "norm_topk_prob": True}),
 }
 ALL = {**FAMILIES, **VARIANTS}
@@ -222,10 +270,15 @@ def randomised(model: Any, seed: int = 0) -> Any:
     embedding = 0.04 if "gemma" in model.config.model_type else 1.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
+            if "sinks" in name:
+                weight.normal_(0.0, 2.0, generator=generator)
+            elif "norm" in name:
                 weight.normal_(1.0, 0.2, generator=generator)
             else:
                 weight.normal_(0.0, embedding if "embed" in name else 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # learned, though not by gradients
+                buffer.normal_(0.0, 0.5, generator=generator)
     return model.eval()
 
 

@@ -101,7 +101,8 @@ class StreamingReference:
             before_attention, after_attention, before_mlp, after_mlp = _norms_of(layer)
             out = self._attend(i, layer.self_attn, before_attention(hidden))
             hidden = hidden + after_attention(out) * factor
-            out = layer.mlp(before_mlp(hidden))
+            mlp = getattr(layer, "mlp", None) or layer.block_sparse_moe  # Granite's
+            out = mlp(before_mlp(hidden))
             out = out[0] if isinstance(out, tuple) else out
             hidden = hidden + after_mlp(out) * factor
         self.num_tokens += 1
@@ -137,6 +138,9 @@ class StreamingReference:
         keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
         scores = torch.einsum("hd,shd->hs", query, keys) * attention.scaling
         scores.masked_fill_(~self._seen_by_layer(index), float("-inf"))
+        if hasattr(attention, "sinks"):  # gpt-oss
+            scores = torch.cat([scores, attention.sinks[:, None].to(scores.dtype)], dim=-1)
+            values = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, 1))
         out = torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values)
         return attention.o_proj(out.reshape(1, 1, -1))
 

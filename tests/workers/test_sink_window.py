@@ -136,6 +136,7 @@ def test_twenty_rolls_of_128_while_decoding(models, sinks, window):
     [
         *("qwen2", "qwen3", "mixtral", "olmoe", "llama-yarn", "granite", "smollm3", "seed_oss"),
         *("phi3", "phi3-longrope", "olmo2", "glm4"),
+        *("glm4_moe", "minimax_m2", "granitemoe", "gpt_oss"),
     ],
 )
 def test_every_family_streams(models, family):

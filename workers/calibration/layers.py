@@ -163,7 +163,8 @@ class LayerCalibrator:
             else:
                 self._mlp(modules, [[each].__getitem__ for each in rows], 1, None)
         if has_shared:
-            shared = [f"{name}.shared_expert.{part}_proj" for part in ("gate", "up", "down")]
+            prefix = f"{name}.{self._names.shared_expert}"
+            shared = [f"{prefix}.{part}_proj" for part in ("gate", "up", "down")]
             self._mlp(shared, [each.__getitem__ for each in x], self._num_windows, None)
         for stream, each in zip(self._streams, x, strict=True):
             stream.add_routed(index, each)

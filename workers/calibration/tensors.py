@@ -32,6 +32,13 @@ class ReplacedWeights:
     def take_linear(self, module: str, *shape: int) -> Tensor:
         return self.take(f"{module}.weight", *shape)
 
+    def take_expert(
+        self, name: str, expert: int, count: int, shape: tuple[int, int], *, transposed: bool
+    ) -> Tensor:
+        found = self.source.take_expert(name, expert, count, shape, transposed=transposed)
+        assert isinstance(found, Tensor), "a quantised checkpoint is not calibrated"
+        return found
+
     def stored(self, name: str) -> Tensor:
         """The tensor `name` as it is now, in fp32, of whatever shape the checkpoint has."""
         return self.take(name, *self.source.tensors[name].shape)

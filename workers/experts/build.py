@@ -96,6 +96,11 @@ def build_experts(
     """
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors, weights, device.type, int4)
+    if config.expert_bias and settings.mode != "exact":
+        raise ConfigError(
+            f"moe_mode {settings.mode} needs the single neurons of experts, and those of this "
+            "model have biases, so they are loaded whole: leave it at exact"
+        )
     if settings.mode != "exact" or settings.thresholds is not None:
         who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
         has_copies = settings.mode == "sparse"

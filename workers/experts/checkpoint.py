@@ -20,9 +20,9 @@ from penstock.workers.quantization import (
     QUANTIZED_FORMATS,
     Int4Options,
 )
-from penstock.workers.weights.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor
+from penstock.workers.weights.checkpoint import FLOAT_DTYPES, StoredTensor, find_tensor, part_of
 from penstock.workers.weights.sources import DTYPES
-from penstock.workers.weights.stored import stored_blocks
+from penstock.workers.weights.stored import has_fused_experts, stored_blocks
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -58,34 +58,35 @@ class CheckpointExperts:
     @property
     def is_packed(self) -> bool:
         """Whether the expert file holds codes and scales as the device multiplies them, instead of
-        neurons: true for experts that are served quantised or stored quantised."""
-        return self.weights in QUANTIZED_FORMATS or self.config.stored_scheme is not None
+        neurons: true for experts that are served quantised or stored quantised, or have biases."""
+        is_coded = self.weights in QUANTIZED_FORMATS or self.config.stored_scheme is not None
+        return is_coded or self.config.expert_bias
 
     def is_fused(self, layer: int) -> bool:
         """Whether all experts of a layer are one tensor."""
-        return f"{self._prefix(layer)}.gate_up_proj" in self.tensors
+        return has_fused_experts(self.tensors.__contains__, self._fused(layer)[0])
 
     def parts(self, layer: int, expert: int) -> Parts:
         """gate and up [inner, hidden], down [hidden, inner], of plain weights. Raises LoadError."""
-        count, name = self.config.num_experts, self._prefix(layer)
+        count, (gate_up, down) = self.config.num_experts, self._fused(layer)
         hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
         if self.is_fused(layer):
-            both = _nth(self._find(f"{name}.gate_up_proj", count, 2 * inner, hidden), expert)
-            gate, up = (replace(_nth(_halved(both), half), name=both.name) for half in (0, 1))
-            return gate, up, _nth(self._find(f"{name}.down_proj", count, hidden, inner), expert)
-        gate, up, down = (
+            both = part_of(self._find(gate_up, count, 2 * inner, hidden), expert)
+            gate, up = (replace(part_of(_halved(both), half), name=both.name) for half in (0, 1))
+            return gate, up, part_of(self._find(down, count, hidden, inner), expert)
+        one, other, last = (
             self._find(f"{module}.weight", *shape)
             for module, shape in self.modules(layer, expert).items()
         )
-        return gate, up, down
+        return one, other, last
 
     def modules(self, layer: int, expert: int) -> dict[str, tuple[int, int]]:
         """Names and shapes of gate, up and down, in that order, where each is a module."""
         hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
         names = FAMILIES[self.config.architecture].names.expert
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-        name = self._prefix(layer)
-        return {f"{name}.{expert}.{part}": shape for part, shape in zip(names, shapes)}
+        name = f"{self.block(layer)}.experts.{expert}"
+        return {f"{name}.{part}": shape for part, shape in zip(names, shapes)}
 
     def blocks(self, layer: int) -> tuple[str | None, ...]:
         """The types of blocks in which a GGUF file has gate, up and down of `layer`; elsewhere
@@ -98,7 +99,11 @@ class CheckpointExperts:
 
     def names(self) -> set[str]:
         """All tensors that belong to routed experts."""
-        prefixes = tuple(f"{self._prefix(layer)}." for layer in self.layers)
+        prefixes = tuple(
+            prefix
+            for layer in self.layers
+            for prefix in (f"{self.block(layer)}.experts.", *self._fused(layer))
+        )
         return {name for name in self.tensors if name.startswith(prefixes)} if prefixes else set()
 
     def dtype(self, compute: torch.dtype) -> torch.dtype:
@@ -125,25 +130,24 @@ class CheckpointExperts:
         hashed = hashlib.blake2b(digest_size=16)
         count, hidden = self.config.num_experts, self.config.hidden_size
         for layer in self.layers:
-            name = f"{self._prefix(layer).removesuffix('.experts')}.gate.weight"
+            names = FAMILIES[self.config.architecture].names
+            name = f"{self.block(layer)}.{names.router}.weight"
             router = self._find(name, count, hidden).read()
             hashed.update(router.view(torch.uint8).numpy().data)
         return hashed.hexdigest()
 
-    def _prefix(self, layer: int) -> str:
+    def block(self, layer: int) -> str:
+        """The name of a layer's routed block."""
         names = FAMILIES[self.config.architecture].names
-        return f"{names.moe_block(layer, self.tensors.__contains__)}.experts"
+        return names.moe_block(layer, self.tensors.__contains__)
+
+    def _fused(self, layer: int) -> tuple[str, str]:
+        """Names of the tensors of all experts, if they are in one."""
+        gate_up, down = FAMILIES[self.config.architecture].names.fused_experts
+        return f"{self.block(layer)}.{gate_up}", f"{self.block(layer)}.{down}"
 
     def _find(self, name: str, *shape: int) -> StoredTensor:
         return find_tensor(self.tensors, self.folder, name, shape)
-
-
-def _nth(stored: StoredTensor, index: int) -> StoredTensor:
-    """Part `index` of a tensor along its first dimension; no more than that is read."""
-    size = stored.num_bytes // stored.shape[0]
-    return replace(
-        stored, shape=stored.shape[1:], offset=stored.offset + index * size, num_bytes=size
-    )
 
 
 def _halved(stored: StoredTensor) -> StoredTensor:

@@ -18,6 +18,7 @@ from penstock.kernels.quant import INT8_GROUP, QuantizedWeight
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import PIECE_BYTES, Bytes, Manifest, digest_of
+from penstock.workers.experts.fused import expert_biases, fused_expert
 from penstock.workers.quantization import weight_plan
 from penstock.workers.weights.joined import joined
 from penstock.workers.weights.sources import CheckpointWeights, planned
@@ -51,6 +52,7 @@ class PackedExperts:
             scheme=scheme,
             dequantize=scheme is not None and scheme.is_opened(experts.weights),
         )
+        self._biases: dict[int, tuple[Tensor, Tensor] | None] = {}
         self._first = self.packed(experts.layers[0], 0)
         self._find_kinds()
 
@@ -63,10 +65,19 @@ class PackedExperts:
         """One expert, packed as the loader would."""
         device = torch.device(self.experts.device)
         gate_up, down = (
-            pack_for(self._uniform(self._planned(weight)), device)
-            for weight in self._weights(layer, expert)
+            pack_for(self._uniform(self._planned(weight)), device, bias)
+            for weight, bias in zip(
+                self._weights(layer, expert), self._biases_of(layer, expert), strict=True
+            )
         )
         return gate_up, down
+
+    def _biases_of(self, layer: int, expert: int) -> tuple[Tensor | None, Tensor | None]:
+        if layer not in self._biases:
+            config, name = self.experts.config, self.experts.block(layer)
+            self._biases = {layer: expert_biases(self._source, config, name)}  # those of one layer
+        found = self._biases[layer]
+        return (None, None) if found is None else (found[0][expert], found[1][expert])
 
     def _planned(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         return planned(weight, self._format, self.compute, self.int8_group, self.experts.int4)
@@ -116,8 +127,8 @@ class PackedExperts:
     def _weights(self, layer: int, expert: int) -> tuple[Tensor | QuantizedWeight, ...]:
         """gate_up [2 * inner, hidden] and down [hidden, inner], as stored."""
         if self.experts.is_fused(layer):
-            plain = [part.read() for part in self.experts.parts(layer, expert)]
-            return torch.cat(plain[:2]), plain[2]
+            name = self.experts.block(layer)
+            return fused_expert(self._source, self.experts.config, name, expert)
         modules = self.experts.modules(layer, expert).items()
         found = [self._source.take_linear(module, *shape) for module, shape in modules]
         return joined(found[:2]), found[2]

@@ -26,6 +26,19 @@ class TensorNames:
     moe: str = "mlp"  # the block of a layer with routed experts: {moe}.gate, {moe}.experts.N
     older_moe: str | None = None  # where else that block may lie
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # gate, up, down
+    router: str = "gate"  # in that block, as the two below
+    choice_bias: str = "gate.e_score_correction_bias"
+    shared_expert: str = "shared_expert"
+    # Of all experts of a layer in one tensor: gate and up, and down; whether plain matrices lie
+    # [in, out], and, plain or not, whether gate and up take turns.
+    fused_experts: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    transposed: bool = False
+    interleaved: bool = False
+
+    @property
+    def only_fused(self) -> bool:
+        """Whether files have no experts but in one tensor."""
+        return self.transposed or self.fused_experts != TensorNames().fused_experts
 
     def moe_block(self, layer: int, has: Callable[[str], bool]) -> str:
         """The name of the routed block of `layer`. `has`: whether a tensor of a name is stored."""
@@ -52,3 +65,4 @@ class Family:
     names: TensorNames = TensorNames()
     adjacent_pairs: bool = False
     wide_norms: bool = False
+    more_layers: bool = False  # files have layers after the last one, which predict further tokens

@@ -53,6 +53,41 @@ _ALL = (
     Family("Qwen2MoeForCausalLM", "qwen2_moe", mixtures.qwen2_moe),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", mixtures.qwen3_moe),
     Family("OlmoeForCausalLM", "olmoe", mixtures.olmoe),
+    Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        mixtures.glm4_moe,
+        TensorNames(shared_expert="shared_experts"),
+        more_layers=True,
+    ),
+    Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        mixtures.minimax_m2,
+        TensorNames(
+            moe="block_sparse_moe",
+            expert=("w1", "w3", "w2"),
+            choice_bias="e_score_correction_bias",
+        ),
+        more_layers=True,
+    ),
+    Family(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        mixtures.granite_moe,
+        TensorNames(
+            moe="block_sparse_moe",
+            router="router.layer",
+            fused_experts=("input_linear.weight", "output_linear.weight"),
+        ),
+    ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        mixtures.gpt_oss,
+        TensorNames(router="router", transposed=True, interleaved=True),
+        wide_norms=True,
+    ),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({each.architecture: each for each in _ALL})
 

@@ -101,6 +101,8 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     num_experts = config.num_experts if any(config.moe_layers) else 0
     shared = config.shared_expert_intermediate_size if num_experts else 0
     routed_inner = 2 * max(config.moe_intermediate_size, shared)
+    router_dtype = torch.float32 if config.router.in_fp32 else dtype
+    is_widened = num_experts and router_dtype != dtype
     half, fp32, fp64 = config.rotary_dim // 2, torch.float32, torch.float64
     all_halves = half * len(config.ropes)
     wide: Region = (
@@ -109,7 +111,8 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
         (Array("projected", hidden, dtype),),
         (Array("gate_up", 2 * inner, dtype),),
         (
-            Array("scores", num_experts + (shared > 0), dtype),
+            Array("router_input", hidden * bool(is_widened), fp32),
+            Array("scores", num_experts + (shared > 0 and config.shared_expert_gate), router_dtype),
             Array("router_logits", num_experts, fp32),
             Array("probabilities", num_experts, fp32),
             Array("grouped", config.num_experts_per_token * hidden * (num_experts > 0), dtype),
@@ -152,7 +155,8 @@ class Workspace:
     q_sink: Tensor  # R3, at the same time as qkv
     projected: Tensor  # R3
     gate_up: Tensor  # R3
-    scores: Tensor  # R3, as all below up to `shared`
+    router_input: Tensor  # R3, as all below up to `shared`
+    scores: Tensor
     router_logits: Tensor
     probabilities: Tensor
     grouped: Tensor  # [T, k * hidden]

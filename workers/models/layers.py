@@ -127,7 +127,10 @@ class Attention:
         qkv: PackedLinear,
         o: PackedLinear,
         qk_norms: tuple[Tensor, Tensor] | None,
+        sink_scores: Tensor | None = None,
     ):
+        """`sink_scores` fp32 [heads]: as `decode_attention` has it."""
+        self.sink_scores = sink_scores
         self.qkv = qkv
         self.o = o
         self.head_dim = config.head_dim
@@ -222,6 +225,7 @@ class Attention:
                 softcap=self.softcap,
                 out=out[:num_decode],
                 rolling=None if rolled is None else rolled.decode,
+                sink_scores=self.sink_scores,
             )
         if num_decode < q.shape[0]:
             prefill_attention(
@@ -233,6 +237,7 @@ class Attention:
                 softcap=self.softcap,
                 out=out[num_decode:],
                 rolling=None if rolled is None else rolled.prefill,
+                sink_scores=self.sink_scores,
             )
 
 

@@ -15,6 +15,7 @@ from penstock.kernels.quant import INT8_GROUP, QuantizedWeight
 from penstock.kernels.types import PackedLinear
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings, build_experts
+from penstock.workers.experts.fused import expert_biases, fused_expert
 from penstock.workers.experts.lookahead import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.families.table import FAMILIES
@@ -54,6 +55,7 @@ from penstock.workers.weights.sources import (
     WeightSource,
     planned,
 )
+from penstock.workers.weights.stored import has_fused_experts
 
 log = logging.getLogger("penstock.loader")
 
@@ -103,7 +105,8 @@ def load_model(
     may_lack_head, in_part = is_headless(tensors), frozenset[str]()
     if rank is not None:
         tensors, in_part = own_part(tensors, Shard(config, rank.number, rank.num_ranks))
-    total = sum(each.num_bytes for name, each in tensors.items() if name not in in_expert_file)
+    elsewhere = in_expert_file | _of_more_layers(config, tensors)
+    total = sum(each.num_bytes for name, each in tensors.items() if name not in elsewhere)
     with showing(told(progress)) as report:
         source = CheckpointWeights(
             folder,
@@ -117,9 +120,21 @@ def load_model(
         decoder = build_decoder(
             config, source, plan, routed, may_lack_head=may_lack_head, rank=rank, in_part=in_part
         )
-    source.warn_of_unused(in_expert_file)
+    source.warn_of_unused(elsewhere)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
+
+
+def _of_more_layers(config: ModelConfig, tensors: dict[str, StoredTensor]) -> set[str]:
+    """Names of tensors of layers after the last one, which predict further tokens."""
+    if not FAMILIES[config.architecture].more_layers:
+        return set()
+
+    def number(name: str) -> int:
+        layer = name.removeprefix("model.layers.").split(".", 1)[0]
+        return int(layer) if name.startswith("model.layers.") and layer.isdigit() else -1
+
+    return {name for name in tensors if number(name) >= config.num_layers}
 
 
 def open_model(
@@ -298,9 +313,14 @@ class _Builder:
         stored_as = self.names.qkv and f"{name}.{self.names.qkv}"
         qkv = self._fused(parts, hidden, self.plan.format, config.qkv_bias, stored_as)
         o = self._fused({f"{name}.o_proj": hidden}, q_size, self.plan.of_o(), config.o_bias)
-        if self.shard is not None:
-            return ShardAttention(self.shard.own_config, index, qkv, o, norms)
-        return Attention(config, index, qkv, o, norms)
+        sinks = None
+        if config.attention_sinks:
+            sinks = self.source.take(f"{name}.sinks", config.num_heads, dtype=torch.float32)
+        if self.shard is None:
+            return Attention(config, index, qkv, o, norms, sinks)
+        if sinks is not None:
+            sinks = sinks[self.shard.heads.first : self.shard.heads.end].contiguous()
+        return ShardAttention(self.shard.own_config, index, qkv, o, norms, sinks)
 
     def _mlp(self, name: str, inner: int, bias: bool = False) -> Mlp:
         gate_up = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
@@ -316,41 +336,65 @@ class _Builder:
     def _moe(self, index: int) -> MoeMlp:
         config = self.config
         name = self.names.moe_block(index, self.source.__contains__)
-        router, shared = {f"{name}.gate": config.num_experts}, None
+        router, shared, bias = {f"{name}.{self.names.router}": config.num_experts}, None, None
         if config.shared_expert_intermediate_size:
-            router[f"{name}.shared_expert_gate"] = 1
-            shared = self._mlp(f"{name}.shared_expert", config.shared_expert_intermediate_size)
-        packed_router = self._fused(router, config.hidden_size, None)
+            shared = self._mlp(
+                f"{name}.{self.names.shared_expert}", config.shared_expert_intermediate_size
+            )
+            if config.shared_expert_gate:
+                router[f"{name}.shared_expert_gate"] = 1
+        if config.router.has_choice_bias:
+            bias = self.source.take(
+                f"{name}.{self.names.choice_bias}", config.num_experts, dtype=torch.float32
+            )
+        packed_router = self._router(router)
         if self.routed is not None:
-            return MoeMlp(config, packed_router, self.routed.layer(index), shared)
+            return MoeMlp(config, packed_router, self.routed.layer(index), shared, bias)
         if self.shard is None:
-            numbers = range(config.num_experts)
-            return MoeMlp(config, packed_router, self._experts(f"{name}.experts", numbers), shared)
+            experts = self._experts(name, range(config.num_experts))
+            return MoeMlp(config, packed_router, experts, shared, bias)
         span = self.shard.experts
-        own = self._experts(f"{name}.experts", range(span.first, span.end))
-        return ShardMoe(config, packed_router, HeldExperts(own, span), shared)
+        own = HeldExperts(self._experts(name, range(span.first, span.end)), span)
+        return ShardMoe(config, packed_router, own, shared, bias)
+
+    def _router(self, parts: dict[str, int]) -> PackedLinear:
+        """Of experts and perhaps of the shared expert's gate; never quantised."""
+        config = self.config
+        if not config.router.in_fp32:
+            return self._fused(parts, config.hidden_size, None, config.router.has_bias)
+        rows = [
+            self.source.take(f"{name}.weight", size, config.hidden_size, dtype=torch.float32)
+            for name, size in parts.items()
+        ]
+        return pack_linear(torch.cat(rows))
 
     def _experts(self, name: str, numbers: range) -> list[tuple[PackedLinear, PackedLinear]]:
         """Experts stored as one matrix each, as published checkpoints do, or fused by layer."""
         config, source, format = self.config, self.source, self.plan.format
         hidden, inner = config.hidden_size, config.moe_intermediate_size
-        if f"{name}.gate_up_proj" in source:
-            count = len(numbers)
-            gate_ups = source.take(f"{name}.gate_up_proj", count, 2 * inner, hidden)
-            downs = source.take(f"{name}.down_proj", count, hidden, inner)
-            return [
-                (self._packed(gate_up, None, format), self._packed(down, None, format))
-                for gate_up, down in zip(gate_ups, downs)
-            ]
+        if has_fused_experts(source.__contains__, f"{name}.{self.names.fused_experts[0]}"):
+            return self._fused_experts(name, numbers)
         gate, up, down = self.names.expert
-        return [
-            (
-                self._fused({f"{name}.{e}.{gate}": inner, f"{name}.{e}.{up}": inner},
-                            hidden, format),
-                self._fused({f"{name}.{e}.{down}": hidden}, inner, format),
+        experts = []
+        for one in (f"{name}.experts.{number}" for number in numbers):
+            both = {f"{one}.{gate}": inner, f"{one}.{up}": inner}
+            last = {f"{one}.{down}": hidden}
+            experts.append((self._fused(both, hidden, format), self._fused(last, inner, format)))
+        return experts
+
+    def _fused_experts(
+        self, name: str, numbers: range
+    ) -> list[tuple[PackedLinear, PackedLinear]]:
+        biases, experts = expert_biases(self.source, self.config, name), []
+        for expert in numbers:
+            weights = fused_expert(self.source, self.config, name, expert)
+            own = [None, None] if biases is None else [each[expert] for each in biases]
+            gate_up, down = (
+                self._packed(weight, bias, self.plan.format)
+                for weight, bias in zip(weights, own, strict=True)
             )
-            for e in numbers
-        ]  # fmt: skip
+            experts.append((gate_up, down))
+        return experts
 
     def _fused(
         self,

@@ -18,10 +18,10 @@ from penstock.workers.models.layers import Mlp
 
 
 class MoeMlp:
-    """Sends each token through its top experts, weighted by their softmax probabilities.
+    """Sends each token through its top experts, weighted by the router's scores.
 
-    `router` has one row for each expert, followed by the shared expert's gate if `shared` is given:
-    one product instead of two.
+    `router` has one row for each expert, followed by the shared expert's gate if there is one: one
+    product instead of two. `choice_bias` fp32 [experts]: only chooses.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class MoeMlp:
         router: PackedLinear,
         experts: Sequence[Expert] | ExpertSource,
         shared: Mlp | None,
+        choice_bias: Tensor | None = None,
     ):
         self.router = router
         self.experts = pack_experts(experts) if isinstance(experts, Sequence) else experts
@@ -38,6 +39,10 @@ class MoeMlp:
         self.inner_size = config.moe_intermediate_size
         self.top_k = config.num_experts_per_token
         self.norm_topk_prob = config.norm_topk_prob
+        self.rule = config.router
+        self.clamp = config.swiglu_clamp
+        self.choice_bias = choice_bias
+        self.has_gate = shared is not None and config.shared_expert_gate
 
     row_form = None  # the router reads plain rows
     complete: Complete | None = None  # of one rank of a group, which has some of the experts
@@ -51,7 +56,8 @@ class MoeMlp:
         """`x` [T, hidden] -> [T, hidden], written over `x`."""
         assert isinstance(x, Tensor)
         ws, num_tokens = workspace, x.shape[0]
-        scores = linear(x, self.router, out=ws.scores)  # [T, experts (+ 1)]
+        wide = ws.router_input.copy_(x) if ws.router_input.shape[1] else x
+        scores = linear(wide, self.router, out=ws.scores)  # [T, experts (+ 1)]
         logits = ws.router_logits.copy_(scores[:, : self.num_experts])
         weights, ids = self.route(logits, ws.probabilities)
         if self.shared is not None:
@@ -67,15 +73,19 @@ class MoeMlp:
             grouped=grouped,
             inner=narrowed(ws.inner, 2 * self.inner_size),
             out=x,
+            clamp=self.clamp,
             complete=self.complete,
         )
-        if self.shared is not None:
+        if self.has_gate:
             x.addcmul_(scores[:, self.num_experts :].sigmoid(), ws.shared)
+        elif self.shared is not None:
+            x.add_(ws.shared)
         return x
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`route` for normed states `x` [T, hidden], in new memory: for expert prediction."""
-        return self.route(linear(x, self.router)[:, : self.num_experts].float())
+        wide = x.float() if self.rule.in_fp32 else x
+        return self.route(linear(wide, self.router)[:, : self.num_experts].float())
 
     def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
         inner = narrowed(ws.inner, shared.gate_up.out_features)
@@ -90,6 +100,8 @@ class MoeMlp:
         def state() -> Tensor:
             if self.shared is None:
                 return workspace.residual
+            if not self.has_gate:
+                return workspace.residual + workspace.shared
             gate = scores[:, self.num_experts :].sigmoid()
             return torch.addcmul(workspace.residual, gate, workspace.shared)
 
@@ -100,11 +112,31 @@ class MoeMlp:
 
         `out` fp32 [T, experts], if given, receives the probabilities.
         """
-        probabilities = torch.softmax(scores, -1, dtype=torch.float32, out=out)
-        weights, ids = probabilities.topk(self.top_k, dim=-1)
+        if self.rule.scoring == "softmax":
+            probabilities = torch.softmax(scores, -1, dtype=torch.float32, out=out)
+        else:
+            probabilities = torch.sigmoid(scores.float(), out=out)
+        if self.choice_bias is None and self.rule.num_groups == 1:
+            weights, ids = probabilities.topk(self.top_k, dim=-1)
+        else:
+            ids = self._for_choice(probabilities).topk(self.top_k, dim=-1).indices
+            weights = probabilities.gather(-1, ids)
         if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, ids
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + self.rule.eps if self.rule.eps else total)
+        return (weights if self.rule.scale == 1.0 else weights * self.rule.scale), ids
+
+    def _for_choice(self, probabilities: Tensor) -> Tensor:
+        """What experts are chosen by: with the bias, and -inf outside the best groups."""
+        scores = probabilities
+        if self.choice_bias is not None:
+            scores = scores + self.choice_bias
+        if self.rule.num_groups == 1:
+            return scores
+        groups = scores.unflatten(-1, (self.rule.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.rule.num_kept_groups, dim=-1).indices
+        is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        return groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
 
 
 def narrowed(rows: Tensor, columns: int) -> Tensor:

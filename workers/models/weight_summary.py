@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.types import FLOAT_FORMATS, PackedLinear
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Mlp
+from penstock.workers.models.moe import MoeMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,10 @@ def _tensors(layers: Sequence[DecoderLayer], linears: Sequence[PackedLinear]) ->
     for layer in layers:
         yield from layer.norms
         yield from layer.attention.qk_norms or ()
+        if layer.attention.sink_scores is not None:
+            yield layer.attention.sink_scores
+        if isinstance(layer.mlp, MoeMlp) and layer.mlp.choice_bias is not None:
+            yield layer.mlp.choice_bias
     for packed in linears:
         if packed.bias is not None:
             yield packed.bias

@@ -33,9 +33,13 @@ def count_parameters(model: ModelConfig) -> Parameters:
     attention = layers * (d * (q + 2 * kv) + q * d)
     dense = (layers - num_moe) * 3 * d * model.intermediate_size
     shared = num_moe * 3 * d * model.shared_expert_intermediate_size
-    routers = num_moe * d * (model.num_experts + (shared > 0))
+    router_rows = model.num_experts + (shared > 0 and model.shared_expert_gate)
+    biases_each = model.router.has_bias + model.router.has_choice_bias
+    routers = num_moe * (d * router_rows + biases_each * model.num_experts)
     biases = model.qkv_bias * (q + 2 * kv) + model.o_bias * d
     norms = 4 if model.norm_place == "sandwich" else 2
+    sinks = model.num_heads * model.attention_sinks
+    expert_biases = num_moe * model.num_experts * (2 * model.moe_intermediate_size + d)
     qk_norms = {"none": 0, "head": 2 * model.head_dim, "full": q + kv}[model.qk_norm]
     mlp_biases = model.mlp_bias * (layers - num_moe) * (2 * model.intermediate_size + d)
     return Parameters(
@@ -43,7 +47,8 @@ def count_parameters(model: ModelConfig) -> Parameters:
         head=0 if model.tie_word_embeddings else model.vocab_size * d,
         linear=attention + dense + shared,
         routed=num_moe * model.num_experts * 3 * d * model.moe_intermediate_size,
-        other=layers * (norms * d + biases + qk_norms) + d + routers + mlp_biases,
+        other=layers * (norms * d + biases + qk_norms + sinks)
+        + (d + routers + mlp_biases + model.expert_bias * expert_biases),
         output=layers * q * d,
         output_rows=layers * d,
         linear_rows=layers * (q + 2 * kv + d)

@@ -4,8 +4,11 @@ checkpoint."""
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
+from typing import Any
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.families.router_config import RouterConfig
 from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.rope_config import RopeConfig
@@ -24,7 +27,15 @@ def _shape(
     theta: float = 1e6,
     tied: bool = False,
     experts: tuple[int, int] = (0, 0),  # in all; per token
+    rotary_dim: int | None = None,  # None: the whole head
+    **more: Any,  # further fields
 ) -> ModelConfig:
+    known: dict[str, Any] = {
+        "qkv_bias": architecture == "Qwen2ForCausalLM",
+        "qk_norm": "head" if architecture.startswith("Qwen3") else "none",
+        "moe_layers": (experts[0] > 0,) * layers,
+        "moe_intermediate_size": inner if experts[0] else 0,
+    }
     return ModelConfig(
         architecture=architecture,
         model_type=FAMILIES[architecture].model_type,
@@ -38,22 +49,25 @@ def _shape(
         rms_norm_eps=1e-5,
         tie_word_embeddings=tied,
         max_position_embeddings=context,
-        ropes=(RopeConfig(theta, head_dim),),
+        ropes=(RopeConfig(theta, rotary_dim or head_dim),),
         sliding_window=(None,) * layers,
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm="head" if architecture.startswith("Qwen3") else "none",
         num_experts=experts[0],
         num_experts_per_token=experts[1],
-        moe_intermediate_size=inner if experts[0] else 0,
         norm_topk_prob=experts[0] > 0,
-        moe_layers=(experts[0] > 0,) * layers,
         dtype="bf16",
+        **{**known, **more},
     )
 
 
 _LLAMA, _QWEN, _MIXTRAL = "LlamaForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM"
 _MISTRAL = "MistralForCausalLM"
+_SIGMOID = RouterConfig(scoring="sigmoid", has_choice_bias=True)
 _QWEN3, _QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+_GPT_OSS = "GptOssForCausalLM"
+_GPT_OSS_SWITCHES: dict[str, Any] = {
+    "qkv_bias": True, "o_bias": True, "expert_bias": True, "attention_sinks": True,
+    "router": RouterConfig(has_bias=True), "swiglu_clamp": (1.702, 7.0),
+}  # fmt: skip
 SHAPES = {
     "Llama-2-7B": _shape(_LLAMA, 32000, 4096, 32, (32, 32), 11008, context=4096, theta=1e4),
     "Llama-2-70B": _shape(_LLAMA, 32000, 8192, 80, (64, 8), 28672, context=4096, theta=1e4),
@@ -88,7 +102,29 @@ SHAPES = {
     "Qwen3-30B-A3B": _shape(
         _QWEN3_MOE, 151936, 2048, 48, (32, 4), 768, context=40960, experts=(128, 8)
     ),
-}
+    "Granite-3.1-1B-A400M": _shape(
+        "GraniteMoeForCausalLM", 49155, 1024, 24, (16, 8), 512, context=131072, head_dim=64,
+        theta=5e6, tied=True, experts=(32, 8),
+    ),
+    "gpt-oss-20b": _shape(
+        _GPT_OSS, 201088, 2880, 24, (64, 8), 2880, context=131072, head_dim=64, theta=1.5e5,
+        experts=(32, 4), **_GPT_OSS_SWITCHES,
+    ),
+    "gpt-oss-120b": _shape(
+        _GPT_OSS, 201088, 2880, 36, (64, 8), 2880, context=131072, head_dim=64, theta=1.5e5,
+        experts=(128, 4), **_GPT_OSS_SWITCHES,
+    ),
+    "GLM-4.5-Air": _shape(
+        "Glm4MoeForCausalLM", 151552, 4096, 46, (96, 8), 10944, context=131072, rotary_dim=64,
+        experts=(128, 8), moe_intermediate_size=1408, moe_layers=(False,) + (True,) * 45,
+        qkv_bias=True, shared_expert_intermediate_size=1408, shared_expert_gate=False,
+        router=replace(_SIGMOID, in_fp32=True),
+    ),
+    "MiniMax-M2": _shape(
+        "MiniMaxM2ForCausalLM", 200064, 3072, 62, (48, 8), 1536, context=196608, theta=5e6,
+        rotary_dim=64, experts=(256, 8), qk_norm="full", router=_SIGMOID,
+    ),
+}  # fmt: skip
 
 
 def shape_named(name: str) -> ModelConfig:

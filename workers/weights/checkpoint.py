@@ -28,8 +28,8 @@ _TEXT_PREFIXES = {
 }
 INDEX_NAME = "model.safetensors.index.json"
 BYTES_PER_ELEMENT = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2,
-    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2,
+    "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 FLOAT_DTYPES = {
     "F16": torch.float16,
@@ -43,6 +43,7 @@ CODE_DTYPES = {  # of quantised weights, and what belongs to them
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -90,6 +91,14 @@ class StoredTensor:
         except (OSError, EOFError) as error:
             raise LoadError(f"{self.file}: tensor {self.name!r} cannot be read: {error}") from error
         return raw
+
+
+def part_of(stored: StoredTensor, index: int) -> StoredTensor:
+    """Part `index` of a tensor along its first dimension; no more than that is read."""
+    size = stored.num_bytes // stored.shape[0]
+    return replace(
+        stored, shape=stored.shape[1:], offset=stored.offset + index * size, num_bytes=size
+    )
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:

@@ -20,16 +20,18 @@ def joined(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWei
     """Weights over the same input, concatenated by rows.
 
     Quantised weights keep their codes, int4 beside int8g as int8g, in groups that divide all of
-    theirs. If other formats differ, or some weights are not quantised, the result is plain.
+    theirs. If other formats differ, or some weights are not quantised, or have their inputs in
+    another order, the result is plain.
     """
     if len(weights) == 1:
         return weights[0]
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if len(quantized) == len(weights) and {w.format for w in quantized} in _AS_INT8:
+    one_order = _have_one_order(quantized)
+    if one_order and len(quantized) == len(weights) and {w.format for w in quantized} in _AS_INT8:
         group = math.gcd(*(weight.group or weight.in_features for weight in quantized))
         quantized = [_as_int8(weight, group) for weight in quantized]
     kinds = {(w.format, w.group, w.steps is None, w.hadamard) for w in quantized}
-    if len(quantized) < len(weights) or len(kinds) > 1:
+    if len(quantized) < len(weights) or len(kinds) > 1 or not one_order:
         plain = [w if isinstance(w, Tensor) else dequantize_weight(w) for w in weights]
         return torch.cat([weight.to(_widest(plain)) for weight in plain])
     zeros = None
@@ -79,7 +81,15 @@ def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeigh
         zeros=there(weight.zeros),
         steps=there(weight.steps),
         offsets=there(weight.offsets),
+        order=there(weight.order),
     )
+
+
+def _have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
+    orders = [weight.order for weight in weights]
+    if any(order is None for order in orders):
+        return all(order is None for order in orders)
+    return all(torch.equal(order, orders[0]) for order in orders)  # type: ignore[arg-type]
 
 
 _AS_INT8 = ({"int8g"}, {"int8g", "int4"})
@@ -96,7 +106,8 @@ def _as_int8(weight: QuantizedWeight, group: int) -> QuantizedWeight:
     scales = scales.repeat_interleave(repeats, dim=1)[:, :num_groups]
     if zeros is not None:
         zeros = zeros.repeat_interleave(repeats, dim=1)[:, :num_groups]
-    return QuantizedWeight("int8g", codes, scales, weight.in_features, group, zeros)
+    order = weight.order
+    return QuantizedWeight("int8g", codes, scales, weight.in_features, group, zeros, order=order)
 
 
 def _zeros(weight: QuantizedWeight) -> Tensor:

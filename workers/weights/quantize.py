@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.kernels.quant import HADAMARD_BLOCK
 from penstock.kernels.rowwise import hadamard as transformed
 from penstock.workers.errors import ConfigError, InvariantError, LoadError
-from penstock.workers.families.table import family_of, text_of
+from penstock.workers.families.table import FAMILIES, family_of, text_of
 from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig, read_json
 from penstock.workers.quantization import QuantizedFormat, head_format
@@ -57,7 +57,9 @@ _LINEAR = re.compile(
     r"\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj"
     r"|experts\.\d+\.w[123])\.weight$"
 )
-_ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_ALL_EXPERTS = re.compile(
+    r"\.experts\.(gate_up_proj|down_proj)$|\.block_sparse_moe\.(in|out)put_linear\.weight$"
+)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 HEADER_ALIGN = 8
 # What to write for a module or a tensor of that name; None: it is made of the source's.
@@ -163,6 +165,12 @@ def plan_quantize(
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         shard = shards.setdefault(stored.file.name, Shard(stored.file.name))
         if _ALL_EXPERTS.search(name):
+            if FAMILIES[config.architecture].names.only_fused:  # transformers writes them so, too
+                raise ConfigError(
+                    f"{stored.file}: {name!r} holds all experts of a layer in one tensor, which no "
+                    f"quantised format supports: serve the model with --weights {format}, which "
+                    "quantises it while it loads"
+                )
             raise ConfigError(
                 f"{stored.file}: {name!r} holds all experts of a layer in one tensor, which no "
                 "quantised format supports; save the model again with transformers, which writes "

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.cpu.int4_search import search_int4
 from penstock.kernels.quant import (
     INT8_GROUP,
+    MXFP4_GROUP,
     QuantizedWeight,
     WeightFormat,
     dequantize_weight,
@@ -28,10 +29,15 @@ from penstock.workers.quantization import (
     Int4Options,
     StoredScheme,
 )
-from penstock.workers.weights.checkpoint import StoredTensor, find_tensor
+from penstock.workers.weights.checkpoint import StoredTensor, find_tensor, part_of
 from penstock.workers.weights.joined import moved
 from penstock.workers.weights.steps import in_steps
-from penstock.workers.weights.stored import is_stored_quantized, read_weight, stored_blocks
+from penstock.workers.weights.stored import (
+    is_stored_quantized,
+    mxfp4_weight,
+    read_weight,
+    stored_blocks,
+)
 
 log = logging.getLogger("penstock.loader")
 
@@ -92,6 +98,12 @@ class WeightSource(Protocol):
     def take_linear(self, module: str, *shape: int) -> Tensor | QuantizedWeight:
         """The weight of `module`, [out, in]: as stored, on the device, not cast."""
 
+    def take_expert(
+        self, name: str, expert: int, count: int, shape: tuple[int, int], *, transposed: bool
+    ) -> Tensor | QuantizedWeight:
+        """The matrix `shape` of one of `count` experts, of which `name` is all; in a `transposed`
+        tensor it lies the other way. As stored, on the device, not cast."""
+
 
 class CheckpointWeights:
     """Tensors of a checkpoint, checked against the expected shape and cast as they are taken."""
@@ -148,6 +160,29 @@ class CheckpointWeights:
         weight = moved(weight, self.device)
         return dequantize_weight(weight) if self.dequantize else weight
 
+    def take_expert(
+        self, name: str, expert: int, count: int, shape: tuple[int, int], *, transposed: bool
+    ) -> Tensor | QuantizedWeight:
+        if f"{name}_blocks" in self.tensors:
+            num_rows, width = shape
+            blocks, scales = f"{name}_blocks", f"{name}_scales"
+            weight = mxfp4_weight(
+                self._nth(
+                    blocks, expert, (count, num_rows, width // MXFP4_GROUP, MXFP4_GROUP // 2)
+                ),
+                self._nth(scales, expert, (count, num_rows, width // MXFP4_GROUP)),
+            )
+            weight = moved(weight, self.device)
+            return dequantize_weight(weight) if self.dequantize else weight
+        stored = self._nth(name, expert, (count, *(shape[::-1] if transposed else shape)))
+        return (stored.T if transposed else stored).to(device=self.device)
+
+    def _nth(self, name: str, index: int, shape: tuple[int, ...]) -> Tensor:
+        """Part `index` of a tensor along its first dimension; no more than that is read."""
+        stored = find_tensor(self.tensors, self.folder, name, shape)
+        self._count(name, stored.num_bytes)
+        return part_of(stored, index).read(codes=True)
+
     def _is_quantized(self, module: str) -> bool:
         return self.scheme is not None and is_stored_quantized(
             lambda name: name in self.tensors, self.scheme, module
@@ -156,10 +191,13 @@ class CheckpointWeights:
     def _take(self, name: str, shape: tuple[int, ...] | None, *, codes: bool = False) -> Tensor:
         stored = find_tensor(self.tensors, self.folder, name, shape)
         tensor = stored.read(codes=codes)
+        self._count(name, stored.num_bytes)
+        return tensor
+
+    def _count(self, name: str, num_bytes: int) -> None:
         if name not in self._taken:
             self._taken.add(name)
-            self._on_bytes(stored.num_bytes)
-        return tensor
+            self._on_bytes(num_bytes)
 
     def warn_of_unused(self, elsewhere: set[str]) -> None:
         """Log tensors that were taken neither here nor `elsewhere`, except IGNORED_SUFFIXES."""
@@ -190,6 +228,11 @@ class RandomWeights:
 
     def take_linear(self, module: str, *shape: int) -> Tensor:
         return self.take(f"{module}.weight", *shape)
+
+    def take_expert(
+        self, name: str, expert: int, count: int, shape: tuple[int, int], *, transposed: bool
+    ) -> Tensor:
+        return self.take(name, *shape)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

@@ -8,8 +8,12 @@ compressed-tensors: `weight` int8 or float8_e4m3fn [N, K] with `weight_scale` [N
 `weight_shape`, and where asymmetric `weight_zero_point` int32 [N / 8, G], packed over N.
 AWQ: `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8], eight outputs a word in the order
 0 2 4 6 1 3 5 7; `scales` [G, N]. GPTQ: `qweight` int32 [K / 8, N], `qzeros` int32 [G, N / 8],
-`scales` [G, N], `g_idx` int32 [K]. bitsandbytes: `weight` uint8, two codes a byte, the first in the
-high nibble, blocks crossing the ends of rows; `weight.absmax`; a JSON text as uint8.
+`scales` [G, N], `g_idx` int32 [K], the group of each input; of 8 bits four codes a word.
+fp8: `weight` float8_e4m3fn [N, K], `weight_scale_inv` [N / rows, K / columns] of a block, which
+multiplies for all its name. mxfp4, of all experts of a layer: `_blocks` uint8 [E, N, K / 32, 16],
+the even k in the low nibble, `_scales` uint8 [E, N, K / 32], powers of two.
+bitsandbytes: `weight` uint8, two codes a byte, the first in the high nibble, blocks crossing
+the ends of rows; `weight.absmax`; a JSON text as uint8.
 GGUF: `weight_q4_0` and so on, uint8 [N, bytes of a row], blocks as gguf_blocks.py has them.
 """
 
@@ -18,12 +22,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.quant import NF4_VALUES, QuantizedWeight, pack_nibbles
+from penstock.kernels.quant import MXFP4_GROUP, NF4_VALUES, QuantizedWeight, pack_nibbles
 from penstock.workers.errors import LoadError
 from penstock.workers.gguf.config import KEPT_FORMATS
 from penstock.workers.gguf.header import BLOCK_TYPES
@@ -39,7 +44,9 @@ BLOCK_MARKS = {
     for type in BLOCK_TYPES.values()
     if type.name in KEPT_FORMATS
 }
-MARKS = ("weight_packed", "weight_scale", "qweight", "weight.absmax", *BLOCK_MARKS)
+MARKS = (
+    "weight_packed", "weight_scale", "weight_scale_inv", "qweight", "weight.absmax", *BLOCK_MARKS,
+)  # fmt: skip
 
 
 def is_stored_quantized(has: Callable[[str], bool], scheme: StoredScheme, module: str) -> bool:
@@ -69,6 +76,8 @@ def read_weight(
         return _gptq(has, take, scheme, shape)
     if scheme.method == "bitsandbytes":
         return _bitsandbytes(has, take, shape)
+    if scheme.method == "fp8":
+        return _fp8_blocks(take, scheme, shape)
     if has("weight_packed"):
         return _pack_quantized(has, take, scheme, shape)
     return _per_row(take, shape)
@@ -81,10 +90,10 @@ def pack_int32(nibbles: Tensor) -> Tensor:
     return low_first.contiguous().view(torch.int32)
 
 
-def unpack_int32(words: Tensor) -> Tensor:
-    """The reverse: int32 [R, W] -> uint8 [R, 8 W]."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+def unpack_int32(words: Tensor, bits: int = 4) -> Tensor:
+    """The reverse, also of codes of 8 `bits`: int32 [R, W] -> uint8 [R, 32 / bits * W]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)
 
 
 def _per_row(take: Take, shape: tuple[int, int]) -> QuantizedWeight:
@@ -160,18 +169,65 @@ def _awq(take: Take, scheme: StoredScheme, shape: tuple[int, int]) -> QuantizedW
 def _gptq(
     has: Callable[[str], bool], take: Take, scheme: StoredScheme, shape: tuple[int, int]
 ) -> QuantizedWeight:
-    num_rows, width = shape
+    (num_rows, width), bits = shape, 4 if scheme.formats[0] == "int4" else 8
     qweight, qzeros, scales = take("qweight"), take("qzeros"), take("scales").float()
     group = scheme.groups[0] or width
-    num_groups = -(-width // group)
-    _must_be("qweight", qweight, (width // 8, num_rows))
-    _must_be("qzeros", qzeros, (num_groups, num_rows // 8))
+    num_groups, in_word = -(-width // group), 32 // bits
+    _must_be("qweight", qweight, (width // in_word, num_rows))
+    _must_be("qzeros", qzeros, (num_groups, num_rows // in_word))
     _must_be("scales", scales, (num_groups, num_rows))
-    if has("g_idx") and not torch.equal(take("g_idx").long(), torch.arange(width) // group):
-        raise LoadError("g_idx is not in order: activation ordering (desc_act) is not supported")
-    nibbles = unpack_int32(qweight.T.contiguous())
-    zeros = (unpack_int32(qzeros) + scheme.zero_offset) & 15
-    return _int4(nibbles, scales.T, group, zeros.T)
+    codes = unpack_int32(qweight.T.contiguous(), bits)
+    zeros = (unpack_int32(qzeros, bits) + scheme.zero_offset) & (2**bits - 1)
+    order = _order_of(take("g_idx"), width, group) if has("g_idx") else None
+    if order is not None:
+        codes = codes[:, order]
+    zeros, scales = zeros.T, scales.T
+    weight = (
+        _int4(codes, scales, group, zeros) if bits == 4 else _int8g(codes, scales, group, zeros)
+    )
+    return weight if order is None else replace(weight, order=order)
+
+
+def _order_of(groups: Tensor, width: int, group: int) -> Tensor | None:
+    """int32 [K], the inputs of each group together; None where they are already."""
+    _must_be("g_idx", groups, (width,))
+    order = groups.long().argsort(stable=True)
+    if not torch.equal(groups.long()[order], torch.arange(width) // group):
+        raise LoadError(f"g_idx does not give each group {group} inputs")
+    return None if torch.equal(order, torch.arange(width)) else order.to(torch.int32)
+
+
+def _int8g(codes: Tensor, scales: Tensor, group: int, zeros: Tensor) -> QuantizedWeight:
+    """Of codes and zero points uint8."""
+    signed = (codes.to(torch.int16) - 128).to(torch.int8).contiguous()
+    real = None if bool((zeros == 128).all()) else (zeros.float() - 128).contiguous()
+    return QuantizedWeight("int8g", signed, scales.contiguous(), codes.shape[1], group, real)
+
+
+def _fp8_blocks(take: Take, scheme: StoredScheme, shape: tuple[int, int]) -> QuantizedWeight:
+    num_rows, width = shape
+    codes, scales = take("weight"), take("weight_scale_inv").float()
+    if codes.dtype != torch.float8_e4m3fn:
+        raise LoadError(f"weight is {codes.dtype}; with weight_scale_inv it must be fp8 (E4M3)")
+    _must_be("weight", codes, shape)
+    group = scheme.groups[0]
+    assert group is not None
+    _must_be("weight_scale_inv", scales, (-(-num_rows // scheme.block_rows), -(-width // group)))
+    by_row = scales.repeat_interleave(scheme.block_rows, dim=0)[:num_rows].contiguous()
+    return QuantizedWeight("fp8g", codes, by_row, width, group)
+
+
+def mxfp4_weight(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    """Of one matrix: `blocks` uint8 [N, G, 16], `scales` uint8 [N, G], 2^(scale - 127) or NaN."""
+    powers = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - 127)
+    powers = powers.masked_fill(scales == 255, float("nan"))
+    codes = blocks.flatten(1).contiguous()
+    return QuantizedWeight("mxfp4", codes, powers, 2 * codes.shape[1], MXFP4_GROUP)
+
+
+def has_fused_experts(has: Callable[[str], bool], name: str) -> bool:
+    """Whether the tensor `name`, plain or in MXFP4, is all experts of a layer."""
+    return has(name) or has(f"{name}_blocks")
 
 
 def _bitsandbytes(

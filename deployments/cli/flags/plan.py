@@ -73,7 +73,8 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weights",
         metavar="FORMATS",
-        help=f"(default: {WEIGHTS}; for a GGUF file also auto, the formats of the file)",
+        help=f"(default: {WEIGHTS}; for a GGUF file also auto, the formats of the file; for a "
+        "quantised checkpoint auto,bf16)",
     )
     group.add_argument(
         "--kv", default="bf16,int8", metavar="FORMATS", help="(default: %(default)s)"

@@ -21,7 +21,7 @@ from penstock.workers.gguf.header import GgufHeader, find_gguf, read_header
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.planning.group import LINKS, Group
 from penstock.workers.planning.hardware import KV_FORMATS, Device, device_named
-from penstock.workers.planning.kept import kept_cost
+from penstock.workers.planning.kept import kept_cost, stored_cost
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import shape_named
@@ -96,10 +96,12 @@ def _rooflines(
     kvs = _names("--kv", args.kv, KV_FORMATS)
     groups = _groups(args, model)
     rooflines = []
-    for weights in _weights(args.weights, model, is_gguf=header is not None):
+    for weights in _weights(args.weights, model):
         if weights == "auto" and header is not None:
             cost, keeps_head = kept_cost(header)
             each = replace(base, stored=cost, quantised_head=keeps_head, quantised_output=True)
+        elif weights == "auto":
+            each = replace(base, stored=stored_cost(model), quantised_output=True)
         else:
             each = base
         rooflines += [
@@ -122,14 +124,18 @@ def _groups(args: argparse.Namespace, model: ModelConfig) -> list[Group]:
     return groups
 
 
-def _weights(text: str | None, model: ModelConfig, *, is_gguf: bool) -> list[str]:
-    """The formats to compare. For a GGUF file, `auto` is that of the file, and so is a format that
-    would leave the file's codes as they are."""
-    if not is_gguf:
-        return _names("--weights", text or WEIGHTS, FORMATS)
+def _weights(text: str | None, model: ModelConfig) -> list[str]:
+    """The formats to compare. For a quantised checkpoint or a GGUF file, `auto` is that of the
+    file, and so is a format that would leave the file's codes as they are."""
     scheme = model.stored_scheme
+    if scheme is None:
+        return _names("--weights", text or WEIGHTS, FORMATS)
+    if scheme.method != "gguf":  # another quantised format would round twice, and is refused
+        known = ("auto", "bf16", "fp32", *scheme.formats)
+        names = _names("--weights", text or "auto,bf16", known)
+        return list(dict.fromkeys("auto" if name in scheme.formats else name for name in names))
     names = _names("--weights", text or f"auto,{WEIGHTS}", ("auto", *FORMATS))
-    kept = [name for name in names if scheme is not None and not scheme.is_opened(name)]
+    kept = [name for name in names if not scheme.is_opened(name)]
     return list(dict.fromkeys("auto" if name in kept else name for name in names))
 
 

@@ -90,6 +90,19 @@ struct SoftCapArgs {
 LAYOUT(SoftCapArgs,
        FIELD(x) FIELD(stride) FIELD(rows) FIELD(dim) FIELD(cap) FIELD(threads))
 
+struct SwigluArgs {
+    int64_t dtype;
+    const void* gate_up;
+    int64_t stride;
+    void* out;
+    int64_t out_stride, rows, dim;
+    double alpha, limit;
+    int64_t threads;
+};
+LAYOUT(SwigluArgs,
+       FIELD(dtype) FIELD(gate_up) FIELD(stride) FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(dim)
+       FIELD(alpha) FIELD(limit) FIELD(threads))
+
 struct CombineArgs {
     int64_t dtype;
     const void* rows;       // [*, dim]
@@ -301,6 +314,26 @@ inline void soft_cap(const SoftCapArgs& a) {
         float* x = a.x + row * a.stride;
         for (int64_t d = 0; d < a.dim; d += W)
             store_up_to(x + d, vtanh(load_up_to(x + d, a.dim - d) / cap) * cap, a.dim - d);
+    }
+}
+
+// (clamped up + 1) * g * sigmoid(alpha * g) of the gate g, which is clamped from above only.
+template <class T>
+void swiglu(const SwigluArgs& a) {
+    const int64_t dim = a.dim;
+    const vf top = splat((float)a.limit), bottom = splat(-(float)a.limit);
+    const float alpha = (float)a.alpha;
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * dim > GRAIN / 4)
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const T *gate = (const T*)a.gate_up + row * a.stride, *up = gate + dim;
+        T* out = (T*)a.out + row * a.out_stride;
+        for (int64_t d = 0; d < dim; d += W) {
+            const vf g = load_up_to(gate + d, dim - d), u = load_up_to(up + d, dim - d);
+            // A comparison with NaN is false, so that NaN stays.
+            const vf low = select(g > top, top, g), mid = select(u > top, top, u);
+            const vf clamped = select(mid < bottom, bottom, mid);
+            store_up_to(out + d, (clamped + 1.0f) * (low / (1.0f + vexp(low * -alpha))), dim - d);
+        }
     }
 }
 

@@ -1,7 +1,9 @@
-"""Codes with scales, and real zero points, of groups: what the block types of GGUF files become."""
+"""Codes with scales, and real zero points, of groups: what the block types of GGUF files, FP8 in
+blocks and MXFP4 become."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -14,7 +16,8 @@ from tests.kernels.cpu.test_matmul import BF16, FP32, assert_linear, fixed_point
 
 # format, group, whether groups have zero points: Q8_0 and Q5_0, Q6_K, Q5_1 and Q5_K, Q4_1 and Q4_K;
 # and groups that are no whole words.
-KINDS: list[tuple[Literal["int8g", "int4"], int, bool]] = [
+Kind = Literal["int8g", "int4", "fp8g", "mxfp4"]
+KINDS: list[tuple[Kind, int, bool]] = [
     ("int8g", 32, False),
     ("int8g", 16, False),
     ("int8g", 32, True),
@@ -22,12 +25,17 @@ KINDS: list[tuple[Literal["int8g", "int4"], int, bool]] = [
     ("int8g", 7, True),
     ("int4", 7, True),
     ("int8g", 300, True),
+    ("fp8g", 128, False),
+    ("fp8g", 48, False),
+    ("mxfp4", 32, False),
 ]
+INTEGERS = [kind for kind in KINDS if kind[0] in ("int8g", "int4")]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 SIZES = [(1, 1), (7, 31), (33, 33), (33, 127), (40, 128), (65, 300), (96, 1030)]  # (N, K)
 
 
 def grouped_weight(
-    format: Literal["int8g", "int4"],
+    format: Kind,
     num_outputs: int,
     num_inputs: int,
     group: int,
@@ -36,12 +44,21 @@ def grouped_weight(
     """Codes of every value, the ends among them."""
     groups = -(-num_inputs // group)
     scales = (torch.rand(num_outputs, groups) + 0.1) / num_inputs**0.5
+    if format == "fp8g":
+        bits = torch.randint(0, 256, (num_outputs, num_inputs), dtype=torch.uint8)
+        bits = torch.where(bits % 128 == 127, bits - 1, bits)  # the NaNs
+        scales /= 100
+        return quant.QuantizedWeight(
+            format, bits.view(torch.float8_e4m3fn), scales, num_inputs, group
+        )
+    if format == "mxfp4":
+        scales = 2.0 ** torch.randint(-9, 1, (num_outputs, groups)) / num_inputs**0.5
     low, high = (-128, 128) if format == "int8g" else (0, 16)
     codes = torch.randint(low, high, (num_outputs, num_inputs))
     codes[0], codes[-1] = low, high - 1
     scales /= (high - low) / 4
     zeros = None
-    if with_zeros:
+    if with_zeros and format != "mxfp4":
         zeros = (torch.rand(num_outputs, groups) - 0.5) * 3 * (high - low) / 2
     if format == "int8g":
         packed = codes.to(torch.int8)
@@ -53,11 +70,14 @@ def grouped_weight(
 def naive(x: Tensor, weight: quant.QuantizedWeight) -> tuple[Tensor, Tensor]:
     """x times the weight, element by element as it is defined, in fp64; and the sum of sizes."""
     values = weight.codes.double()
-    if weight.format == "int4":
+    if weight.format in ("int4", "mxfp4"):
         low, high = weight.codes & 15, weight.codes >> 4
         values = torch.stack((low, high), dim=2).flatten(1)[:, : weight.in_features].double()
     for column in range(weight.in_features):
         place = column // (weight.group or 1)
+        if weight.format == "mxfp4":
+            codes = values[:, column].long()
+            values[:, column] = torch.tensor(E2M1).double()[codes % 8] * (1 - codes // 8 * 2)
         zero: Tensor | float = 8.0 if weight.format == "int4" else 0.0
         if weight.zeros is not None:
             zero = weight.zeros[:, place].double()
@@ -93,7 +113,7 @@ def test_linear(cpu_path, format, group, with_zeros, dtype, num_outputs, num_inp
 
 
 @pytest.mark.parametrize(
-    ("format", "group", "with_zeros"), [kind for kind in KINDS if kind[:2] != ("int4", 32)]
+    ("format", "group", "with_zeros"), [kind for kind in INTEGERS if kind[:2] != ("int4", 32)]
 )
 def test_bf16_rows_are_multiplied_as_int16(native_path, format, group, with_zeros):
     """To the last bits of fp32 sums, whatever the rows' sizes."""
@@ -132,7 +152,34 @@ def test_a_row_is_alone(native_path, format, group, with_zeros, dtype):
     assert torch.equal(y, together)
 
 
-@pytest.mark.parametrize(("format", "group"), [("int8g", 32), ("int4", 32)])
+@pytest.mark.parametrize(("format", "group", "with_zeros"), INTEGERS)
+def test_inputs_in_another_order(cpu_path, format, group, with_zeros):
+    """GPTQ's act-order: a column of codes takes the input that `order` names."""
+    plain = grouped_weight(format, 33, 130, group, with_zeros)
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    weight = replace(plain, order=order)
+    assert not weight.takes_int8 and weight.num_bytes == plain.num_bytes + 4 * 130
+    values = quant.dequantize_weight(weight)
+    assert torch.equal(values[:, order.long()], quant.dequantize_weight(plain))
+    packed = pack_linear(weight)
+    for num_rows in (0, 1, 17):
+        x = rows_of(num_rows, 130, FP32)
+        assert_linear(linear(x, packed), (x.double() @ values.double().T).float())
+        alone = pack_linear(replace(plain, weight_only=True))
+        if cpu_path == "native":
+            assert torch.equal(linear(x, packed), linear(x[:, order.long()], alone))
+
+
+def test_a_nan_in_a_block_is_not_lost(cpu_path):
+    weight = grouped_weight("fp8g", 5, 200, 128)
+    weight.codes.view(torch.uint8)[3, 150] = 127
+    y = linear(torch.randn(2, 200), pack_linear(weight))
+    assert y[:, 3].isnan().all() and y[:, [0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("format", "group"), [("int8g", 32), ("int4", 32), ("fp8g", 128), ("mxfp4", 32)]
+)
 def test_fp16_and_no_rows(cpu_path, format, group):
     weight = grouped_weight(format, 40, 128, group)
     x = torch.randn(5, 128).half()

@@ -15,6 +15,7 @@ from penstock.kernels.reference.rowwise import (
     added_reference,
     rms_norm_reference,
     rope_reference,
+    swiglu_reference,
 )
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import attention_kernels as attention_triton_kernels
@@ -49,21 +50,17 @@ def test_it_runs_interpreted_or_compiled():
     assert interpreted == (DEVICE == "cpu")
 
 
-def decode(q: torch.Tensor, case: Paged, window: int | None, softcap: float = 0.0) -> torch.Tensor:
+def decode(q: torch.Tensor, case: Paged, window: int | None, **options) -> torch.Tensor:
     out = torch.full_like(q.contiguous(), float("nan"))
     return attention_triton.decode_attention(
-        q, case.kv, case.decode(), 0.125, window, out, softcap=softcap
+        q, case.kv, case.decode(), 0.125, window, out, **options
     )
 
 
-def prefill(
-    q: torch.Tensor, case: Paged, query_lens: list[int], window: int | None, softcap: float = 0.0
-):
+def prefill(q: torch.Tensor, case: Paged, query_lens: list[int], window: int | None, **options):
     out = torch.full_like(q.contiguous(), float("nan"))
     chunks = case.prefill(query_lens)
-    return attention_triton.prefill_attention(
-        q, case.kv, chunks, 0.125, window, out, softcap=softcap
-    )
+    return attention_triton.prefill_attention(q, case.kv, chunks, 0.125, window, out, **options)
 
 
 @pytest.mark.parametrize("dtype", [FP32, HALF])
@@ -94,6 +91,20 @@ def test_decode(shape):
     qkv = torch.randn(len(lens), group * num_kv_heads + 2, head_dim).to(DEVICE, dtype)
     q = qkv[:, : group * num_kv_heads]
     assert_close(decode(q, case, window), dense_attention(q, case, [1] * 6, 0.125, window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_score_without_a_value(dtype, window):
+    """gpt-oss's sinks, below, among and above the scores of keys."""
+    lens, query_lens = [1, 63, 2 * SPLIT + 20], [1, 15, 20]
+    case = paged(lens, num_kv_heads=2, head_dim=24, dtype=dtype, device=DEVICE)
+    sinks = torch.tensor([-100.0, 0.0, 3.0, 200.0]).to(DEVICE)
+    q = torch.randn(sum(query_lens), 4, 24).to(DEVICE, dtype)
+    y = prefill(q, case, query_lens, window, sink_scores=sinks)
+    assert_close(y, dense_attention(q, case, query_lens, 0.125, window, sink_scores=sinks))
+    last = torch.tensor([0, 15, 35], device=DEVICE)
+    assert_close(decode(q[last], case, window, sink_scores=sinks), y[last])
 
 
 def test_decode_of_many_rows():
@@ -234,6 +245,8 @@ def test_act_mul(dtype, shape):
     gate_up = torch.randn(shape[0], 2 * shape[1]).to(DEVICE, dtype)
     y = rowwise_triton.act_mul(gate_up, torch.empty(shape, dtype=dtype, device=DEVICE))
     assert_close(y, act_mul_reference(gate_up))
+    y = rowwise_triton.swiglu(gate_up, y, 1.702, 0.7)
+    assert_close(y, swiglu_reference(gate_up, 1.702, 0.7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

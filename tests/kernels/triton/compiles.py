@@ -28,6 +28,7 @@ SCALES = {"k_scales_ptr": "fp16", "v_scales_ptr": "fp16"}
 SCALES_APART = SCRATCH | {"k_scales_at": "i64", "v_scales_at": "i64"}
 EDGES = {"sink_ends_ptr": "i32", "window_starts_ptr": "i32"}
 ROLLED = EDGES | {"q_sink_ptr": "bf16", "sink_blocks_ptr": "i32", "bases_ptr": "i32"}
+SINKS = {"sink_scores_ptr": "fp32"}
 PARTIAL = {"partial_ptr": "fp32", "top_ptr": "fp32", "total_ptr": "fp32"}
 
 WRITE = dict.fromkeys(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"), "bf16")
@@ -62,7 +63,9 @@ KERNELS = [
     (programs._prefill_kernel, PREFILL, capped(PREFILL_SIZES), 8, 2),
     (programs._merge_kernel, MERGE, MERGE_SIZES, 1, 3),
     (programs._merge_kernel, MERGE | EDGES, MERGE_SIZES, 1, 3),
+    (programs._merge_kernel, MERGE | SINKS, MERGE_SIZES, 1, 3),
     (programs._prefill_kernel, PREFILL, PREFILL_SIZES, 8, 2),
+    (programs._prefill_kernel, PREFILL | SINKS, PREFILL_SIZES, 8, 2),
     (programs._prefill_kernel, PREFILL | SCRATCH, PREFILL_SIZES, 8, 2),
     (programs._prefill_kernel, PREFILL | ROLLED | SCRATCH, PREFILL_SIZES, 8, 2),
     (
@@ -83,6 +86,13 @@ KERNELS = [
     (rowwise_triton._soft_cap_kernel, {"x_ptr": "fp32"}, {"TILE": 1024}, 4, 3),
     (rowwise_triton._rope_kernel, ROPE, ROPE_SIZES | {"REST_TILE": 0}, 4, 3),
     (rowwise_triton._rope_kernel, ROPE, ROPE_SIZES | {"HALF": 32, "REST_TILE": 64}, 4, 3),
+    (
+        rowwise_triton._swiglu_kernel,
+        {"gate_up_ptr": "bf16", "out_ptr": "bf16"},
+        {"TILE": 1024},
+        4,
+        3,
+    ),
     (
         rowwise_triton._act_mul_kernel,
         {"gate_up_ptr": "bf16", "out_ptr": "bf16"},
@@ -139,7 +149,7 @@ def compile_for(capability: int, kernel, pointers, constants, num_warps: int, nu
             return pointers[name] if name in SCALES_APART else f"*{pointers[name]}"
         if name in constants:
             return "constexpr"
-        if name in ("scale", "eps", "factor", "cap", "softcap"):
+        if name in ("scale", "eps", "factor", "cap", "softcap", "alpha", "limit"):
             return "fp32"
         return "i64" if name in STRIDES_64 else "i32"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal, cast
+from typing import cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton import sampling as sampling_triton
 from penstock.kernels.triton.matmul_tiles import Tiles
 from penstock.kernels.types import PackedLinear, SamplingRows
-from tests.kernels.cpu.test_grouped_codes import grouped_weight
+from tests.kernels.cpu.test_grouped_codes import Kind, grouped_weight
 from tests.kernels.kernel_cases import assert_close
 from tests.kernels.triton.interpreter import DEVICE, HALF
 
@@ -97,11 +97,13 @@ def test_fused_rows_are_those_of_two_steps(dtype, group, hadamard):
     assert_same_rows(rows.codes, rows.scales, want)
 
 
-GROUPED: dict[str, tuple[Literal["int8g", "int4"], int, bool]] = {
+GROUPED: dict[str, tuple[Kind, int, bool]] = {
     "int4 real zeros": ("int4", 32, True),
     "int8g": ("int8g", 32, False),
     "int8g 16": ("int8g", 16, False),
     "int8g zeros": ("int8g", 64, True),
+    "fp8g": ("fp8g", 128, False),
+    "mxfp4": ("mxfp4", 32, False),
 }
 
 
@@ -176,6 +178,11 @@ LINEARS = [
     ("int8g 16", HALF, 3, 33, 100, 1),
     ("int8g zeros", HALF, 64, 20, 200, 1),
     ("int8g zeros", FP32, 1, 70, 400, 3),
+    ("fp8g", HALF, 3, 33, 200, 1),
+    ("fp8g", FP32, 17, 5, 300, 2),
+    ("fp8g", HALF, 70, 20, 100, 1),
+    ("mxfp4", HALF, 3, 33, 96, 1),
+    ("mxfp4", FP32, 1, 70, 400, 3),
 ]
 
 
@@ -227,6 +234,18 @@ def test_rows_that_are_quantised_already(format):
     with pytest.raises(ValueError, match="nf4 weights"):
         matmul_triton.linear(rows, matmul_triton.pack(make_weight("nf4", 20, 96)))
     assert matmul_triton.linear(x[:0], packed).shape == (0, 20)
+
+
+@pytest.mark.parametrize("format", ["int8g zeros", "int4 real zeros"])
+def test_inputs_in_another_order(format):
+    """GPTQ's act-order, which the experts of a launch do not have."""
+    order = torch.randperm(128).to(DEVICE, torch.int32)
+    quantized = replace(make_grouped(format, 40, 128), order=order)
+    x = torch.randn(3, 128).to(DEVICE, FP32)
+    packed = matmul_triton.pack_linear(quantized, None)
+    assert_close(matmul.linear(x, packed), x @ quant.dequantize_weight(quantized).T)
+    expert = (packed, packed)
+    assert moe.pack_experts([expert, expert]) == [expert, expert]
 
 
 def test_groups_that_no_slab_fits():
@@ -281,6 +300,8 @@ def one_linear(x: torch.Tensor, weight: torch.Tensor, quantized: QuantizedWeight
         ("nf4", HALF, 14),
         ("fp8", FP32, 14),
         ("int8g", FP32, 14),
+        ("fp8g", HALF, 14),
+        ("mxfp4", FP32, 14),
         (("int4 real zeros", "int8g 16"), FP32, 5),  # as files of GGUF's Q4_K_M
     ],
 )

@@ -93,7 +93,7 @@ def calibrated(name: str, ids: Tensor, watch: Watch) -> LayerCalibrator:
 @pytest.mark.parametrize(
     "name",
     ["llama", "llama-bias", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen2_moe-normed",
-     "qwen3_moe", "olmoe-clip"],
+     "glm4_moe", "qwen3_moe", "olmoe-clip"],
 )  # fmt: skip
 def test_inputs_are_those_of_transformers(name: str):
     """The layers behind experts show what these give."""

@@ -25,6 +25,7 @@ from tests.workers.checkpoints import (
 )
 
 BUILTIN = ("builtin", "builtin-moe")
+VARIANTS = ("gpt_oss-window", "glm4_moe-groups")
 LENGTHS = [1, 2, 15, 16, 17, 33, 50, 64, 7, 1, 40, 23]
 PROMPTS = [tuple(random_prompt(length, seed)) for seed, length in enumerate(LENGTHS)]
 NUM_NEW = 12
@@ -92,13 +93,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "a step ahead, chunks of 7": {"async_scheduling": "on", "max_num_batched_tokens": 7,
                                   "max_num_seqs": 4},
     "starved, a step ahead": {"async_scheduling": "on", "num_blocks": 21, "block_size": 4},
+    "deferred": {"kv_commit": "deferred", "kv_defer_mode": "always", "ridge_tokens": 3},
     "starved": {"num_blocks": 21, "block_size": 4, "prefix_cache": False},
     "starved, prefix cache": {"num_blocks": 21, "block_size": 4, "max_num_batched_tokens": 16,
                               "max_num_seqs": 8},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *BUILTIN])
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS, *BUILTIN])
 def test_ids_are_transformers(models, family):
     """Naive, chunked, batched, preempted and prefix-cached runs of every family and built-in."""
     folder, model = folder_of(family), models(family)

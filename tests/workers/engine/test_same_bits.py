@@ -34,6 +34,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "int4, fp8 KV": ("llama", "int4", {"kv": "fp8"}),
     "sinks": ("llama", "fp32", SINKS),
     "experts": ("mixtral", "fp32", {}),
+    "attention sinks, windows": ("gpt_oss-window", "bf16", {}),
+    "sigmoid router": ("glm4_moe", "bf16", {}),
     "scales": ("granite", "fp32", {}),
     "layers without rope, sinks": ("smollm3", "fp32", SINKS),
     "growing queries": ("ministral3", "fp32", {}),

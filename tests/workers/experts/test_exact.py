@@ -26,7 +26,16 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_greedy
-from tests.workers.experts.moe_cases import MOE, Garbage, experts_of, flip, logits_of, plain, poison
+from tests.workers.experts.moe_cases import (
+    BIASED,
+    MOE,
+    Garbage,
+    experts_of,
+    flip,
+    logits_of,
+    plain,
+    poison,
+)
 from tests.workers.models.test_decoder import folder_of
 
 FP32 = torch.float32
@@ -60,7 +69,7 @@ def test_exact_is_the_plain_model(name, num_slots, prefetch, is_fair, seed):
     assert torch.equal(got, logits_of(plain(name), prompt, 5))
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", [*MOE, *BIASED, "gpt_oss-window", "glm4_moe-groups"])
 def test_ids_of_transformers(name):
     """Through the engine, several sequences at once, preempted and all."""
     folder, num_slots = make_checkpoint(name), 2
@@ -137,6 +146,9 @@ def _routes(folder: Path, prompt: Sequence[int]) -> set[tuple[int, int]]:
 
 def test_what_cannot_be_served(tmp_path):
     experts = ExpertSettings(cache_gb=1.0)
+    sparse = dataclasses.replace(experts, mode="sparse")
+    with pytest.raises(ConfigError, match=r"moe_mode sparse .* have biases"):
+        load_model(make_checkpoint("gpt_oss"), progress=False, experts=sparse)
     with pytest.raises(ConfigError, match="mixture-of-experts models, and this one is dense"):
         load_model("builtin", progress=False, experts=experts)
     manifest = write_expert_file(experts_of(make_checkpoint("olmoe")), tmp_path / "a", FP32)

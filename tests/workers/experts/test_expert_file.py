@@ -29,7 +29,7 @@ from tests.workers.checkpoints import make_checkpoint
 from tests.workers.experts.moe_cases import experts_of, flip
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2")
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def test_rows_are_neurons(name, tmp_path):
     """Row j is row j of the gate and of the up matrix, and column j of the down matrix."""
     manifest = write_expert_file(experts_of(make_checkpoint(name)), tmp_path / "a", FP32)
     expert_file, tensors = ExpertFile(manifest), tensors_of(name)
-    mixtral = name == "mixtral"
+    mixtral = name in ("mixtral", "minimax_m2")
     prefix = "block_sparse_moe" if mixtral else "mlp"
     parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for entry in manifest.entries:

@@ -28,11 +28,13 @@ from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import PIECE_BYTES, CorruptedExpert, ExpertFile
 from penstock.workers.experts.packed import PackedExperts
 from penstock.workers.experts.writer import write_expert_file
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.quantization import QUANTIZED_FORMATS
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
 from tests.workers.checkpoints import FAMILIES, make_checkpoint, random_prompt
 from tests.workers.experts.moe_cases import (
+    BIASED,
     MOE,
     NUM_EXPERTS,
     NUM_LAYERS,
@@ -50,6 +52,7 @@ CPU, FP32 = torch.device("cpu"), torch.float32
 CASES = [(name, format) for name in MOE for format in ("int8", "int4")] + [
     ("qwen2_moe", "nf4"),
     ("olmoe", "fp8"),
+    *(("gpt_oss", format) for format in ("fp32", "int8", "int4")),  # with biases
 ]
 
 
@@ -277,8 +280,12 @@ def test_an_expert_file_that_was_packed_otherwise(tmp_path, monkeypatch):
         PackedExperts(experts, FP32).check(neurons)
 
 
+def has_experts(name: str) -> bool:
+    return ModelConfig.from_pretrained(make_checkpoint(name)).num_experts > 0
+
+
 def test_all_families_are_here():
-    assert [name for name in FAMILIES if "moe" in name or name == "mixtral"] == MOE
+    assert [name for name in FAMILIES if has_experts(name)] == MOE + BIASED
     assert NUM_EXPERTS * NUM_LAYERS == 15
 
 

@@ -42,7 +42,8 @@ TOLERANCE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
 
 BUILTIN = ("builtin", "builtin-moe")
 BF16 = ("llama-bias", "qwen3", "mistral-window", "qwen2_moe", "granite", "smollm3", "ministral3",
-        "phi3-longrope", "olmo2", "glm4", "gemma2", "gemma3_text")  # fmt: skip
+        "phi3-longrope", "olmo2", "glm4", "gemma2", "gemma3_text",
+        "glm4_moe", "granitemoe", "gpt_oss-window")  # fmt: skip
 
 
 def folder_of(name: str) -> Path:
@@ -229,6 +230,11 @@ def test_the_variants_are_not_the_plain_model():
         "qwen2_moe-normed": {"norm_topk_prob": False},
         "qwen3_moe": {"norm_topk_prob": False},
         "olmoe-clip": {"clip_qkv": None},
+        "glm4_moe": {"routed_scaling_factor": 1.0},
+        "gpt_oss": {"swiglu_limit": 7.0},
+        "gpt_oss-window": {"sliding_window": 40},
+        "glm4_moe-groups": {"n_group": 1, "topk_group": 1},
+        "minimax_m2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "llama-llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "llama-yarn": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "ministral3": {"rope_parameters": {**ALL["llama-yarn"][1]["rope_parameters"],

@@ -201,3 +201,23 @@ class TestNames:
     def test_offline_the_error_names_the_remedy(self):
         with pytest.raises(LoadError, match=r"penstock-tests/absent: HF_HUB_OFFLINE .*its folder"):
             resolve_model("penstock-tests/absent")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
+    """GLM-4.5's files have one after the last; any other tensor that is not known is named."""
+    source = make_checkpoint("glm4_moe")
+    tensors = load_file(source / "model.safetensors")
+    more = {
+        name.replace("layers.2.", "layers.3."): tensor.clone()
+        for name, tensor in tensors.items()
+        if ".layers.2." in name
+    }
+    more["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file({**tensors, **more}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(source / "config.json", tmp_path / "config.json")
+    load_model(tmp_path, progress=False)
+    assert "unknown tensors" not in caplog.text
+    odd = {"model.layers.1.odd": torch.zeros(2)}
+    save_file({**tensors, **odd}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_model(tmp_path, progress=False)
+    assert "1 unknown tensors are ignored: model.layers.1.odd" in caplog.text

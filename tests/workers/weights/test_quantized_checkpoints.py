@@ -10,6 +10,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from penstock.deployments.config import config_from
 from penstock.deployments.preflight import check_before_start
 from penstock.kernels.quant import NF4_VALUES
 from penstock.workers.errors import ConfigError, LoadError
-from penstock.workers.model_config import read_limits
+from penstock.workers.experts.build import ExpertSettings
+from penstock.workers.model_config import ModelConfig, read_limits
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
+from penstock.workers.planning.hardware import DEVICES
+from penstock.workers.planning.kept import stored_cost
+from penstock.workers.planning.roofline import Roofline
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 from tests.workers.models.test_decoder import PagedDecoder
 
@@ -82,6 +87,63 @@ def as_gptq(weight: Tensor, seed: int, group: int = GROUP) -> tuple[dict[str, Te
         "scales": scales.T.contiguous().half(),
         "g_idx": (torch.arange(weight.shape[1]) // group).int(),
     }, means
+
+
+def shuffled_groups(width: int, group: int) -> Tensor:
+    """The group of each input, as act-order gives them: the same for all matrices of a width."""
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(width))
+    return (torch.arange(width) // group)[order]
+
+
+def as_act_order(weight: Tensor, seed: int, bits: int = 4) -> tuple[dict[str, Tensor], Tensor]:
+    """Input k has the scale and the zero point of group g_idx[k], in as many bits."""
+    groups = shuffled_groups(weight.shape[1], GROUP)
+    order = groups.argsort(stable=True)
+    pack = as_gptq if bits == 4 else as_eight_bit_gptq
+    tensors, means = pack(weight[:, order], seed)
+    back = order.argsort()
+    words = tensors["qweight"].T.contiguous().view(torch.uint8)
+    if bits == 4:
+        codes = torch.stack((words & 15, words >> 4), 2).flatten(1)[:, back]
+        tensors["qweight"] = packed_rows(codes.long()).T.contiguous()
+    else:
+        tensors["qweight"] = words[:, back].contiguous().view(torch.int32).T.contiguous()
+    return {**tensors, "g_idx": groups.int()}, means[:, back]
+
+
+def as_eight_bit_gptq(weight: Tensor, seed: int, symmetric: bool = False):
+    """Four codes a word, the first in the lowest byte; zero points one less than they mean."""
+    num_rows, width = weight.shape
+    column, num_groups = torch.arange(width) // GROUP, -(-width // GROUP)
+    zeros = torch.full((num_rows, num_groups), 128)
+    if not symmetric:
+        made = torch.Generator().manual_seed(seed)
+        zeros = torch.randint(100, 150, (num_rows, num_groups), generator=made)
+    padded = torch.nn.functional.pad(weight, (0, -width % GROUP)).view(num_rows, -1, GROUP)
+    scales = (padded.abs().amax(-1) / 100).half().float()
+    codes = (weight / scales[:, column] + zeros[:, column]).round().clamp(0, 255).long()
+
+    def words(rows: Tensor) -> Tensor:
+        return rows.to(torch.uint8).contiguous().view(torch.int32)
+
+    return {
+        "qweight": words(codes).T.contiguous(),
+        "qzeros": words((zeros - 1).T),
+        "scales": scales.T.contiguous().half(),
+        "g_idx": column.int(),
+    }, (codes - zeros[:, column]) * scales[:, column]
+
+
+def as_fp8_blocks(weight: Tensor, seed: int, block: tuple[int, int] = (24, 32)):
+    """DeepSeek V3's: a scale for each block, which multiplies although it is called inverse."""
+    (num_rows, width), (high, wide) = weight.shape, block
+    shape = -(-num_rows // high), -(-width // wide)
+    padded = torch.nn.functional.pad(weight, (0, -width % wide, 0, -num_rows % high))
+    largest = padded.view(shape[0], high, shape[1], wide).abs().amax((1, 3))
+    scales = largest / 448
+    all_scales = scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:num_rows, :width]
+    codes = (weight / all_scales).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * all_scales
 
 
 def as_symmetric_gptq(weight: Tensor, seed: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -190,12 +252,35 @@ LLM_COMPRESSOR: dict[str, Any] = {
     "symmetric": False, "actorder": "static", "observer": "minmax", "observer_kwargs": {},
     "block_structure": None, "dynamic": False, "scale_dtype": None, "zp_dtype": "torch.int8",
 }  # fmt: skip
+ACT_ORDER = {**GPTQ, "desc_act": True}
+FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [24, 32],
+}  # fmt: skip
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 Packer = Callable[[Tensor, int], tuple[dict[str, Tensor], Tensor]]
 LAYOUTS: dict[str, tuple[Packer, dict]] = {
     "awq": (as_awq, {**AWQ, "modules_to_not_convert": ["layers.1.mlp.up_proj"]}),
     "gptq": (as_gptq, GPTQ),
     "gptqmodel": (as_symmetric_gptq, GPTQMODEL),
+    "gptq-act-order": (as_act_order, ACT_ORDER),
+    "gptq-8": (as_eight_bit_gptq, {**GPTQ, "bits": 8}),
+    "gptq-8-symmetric": (
+        functools.partial(as_eight_bit_gptq, symmetric=True),
+        {**GPTQ, "bits": 8, "sym": True},
+    ),
+    "gptq-8-act-order": (
+        functools.partial(as_act_order, bits=8),
+        {**ACT_ORDER, "bits": 8, "static_groups": False},
+    ),
+    "fp8-blocks": (
+        as_fp8_blocks,
+        {**FP8, "modules_to_not_convert": ["model.layers.1.mlp.up_proj"]},
+    ),
+    "fp8-blocks-128": (
+        functools.partial(as_fp8_blocks, block=(128, 128)),
+        {**FP8, "weight_block_size": [128, 128], "ignored_layers": ["layers.1.mlp.up_proj"]},
+    ),
     "llm-compressor": (
         as_llm_compressor,
         {
@@ -258,14 +343,17 @@ def plain_of(model, plain: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {key.replace("block_sparse_moe", "mlp"): value for key, value in found.items()}
     for key in model.state_dict():
         if key.endswith("experts.gate_up_proj"):
-            layer = key.split(".mlp.")[0]
-            count = len(model.state_dict()[key])
-            experts = [f"{layer}.block_sparse_moe.experts.{e}" for e in range(count)]
+            block, (gate, up, down) = key.split(".experts.")[0], EXPERTS[:1] + EXPERTS[2:0:-1]
+            if f"{block}.experts.0.gate_proj.weight" in plain:
+                gate, up, down = LINEARS[4:]
+            else:
+                block = block.replace("mlp", "block_sparse_moe")
+            experts = [f"{block}.experts.{e}" for e in range(len(model.state_dict()[key]))]
             found[key] = torch.stack(
-                [torch.cat([plain[f"{e}.w1.weight"], plain[f"{e}.w3.weight"]]) for e in experts]
+                [torch.cat([plain[f"{e}.{p}.weight"] for p in (gate, up)]) for e in experts]
             )
             found[key.replace("gate_up_proj", "down_proj")] = torch.stack(
-                [plain[f"{e}.w2.weight"] for e in experts]
+                [plain[f"{e}.{down}.weight"] for e in experts]
             )
     return found
 
@@ -273,7 +361,12 @@ def plain_of(model, plain: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("layout", "name"),
     [(layout, "llama") for layout in LAYOUTS if layout not in ("int8", "fp8")]
-    + [("packed-asymmetric", "mixtral")],
+    + [
+        (layout, "mixtral")
+        for layout in ("packed-asymmetric", "gptq-act-order", "gptq-8-act-order", "fp8-blocks")
+    ]
+    # MiniMax M2 and GLM-4.5 as they are published.
+    + [(layout, name) for layout in ("fp8-blocks", "gptq") for name in ("minimax_m2", "glm4_moe")],
 )
 def test_ids_are_those_of_the_weights_that_are_stored(layout: str, name: str, tmp_path: Path):
     """Weight-only formats: transformers' model with the same weights is the oracle."""
@@ -282,12 +375,67 @@ def test_ids_are_those_of_the_weights_that_are_stored(layout: str, name: str, tm
     prompt = random_prompt(11)
     expected = oracle_ids(name, plain, prompt)
     decoder = load_model(folder, progress=False)
-    assert decoder.weights.format == ("nf4" if "nf4" in layout else "int4")
+    assert decoder.weights.format == format_of(layout)
     assert PagedDecoder(decoder).greedy(prompt, NUM_NEW) == expected
     assert len(set(expected)) > 5
     opened = load_model(folder, weights="fp32", progress=False)
     assert opened.weights.format == "fp32"
     assert PagedDecoder(opened).greedy(prompt, NUM_NEW) == expected
+
+
+def format_of(layout: str) -> str:
+    if layout.startswith("fp8-blocks"):
+        return "fp8g"
+    return "nf4" if "nf4" in layout else "int8g" if "gptq-8" in layout else "int4"
+
+
+@pytest.mark.parametrize("layout", ["fp8-blocks", "gptq-act-order", "gptq-8-act-order"])
+def test_weights_that_an_expert_cache_moves(layout: str, tmp_path: Path):
+    """Ids and bits are those without a cache, with room for three of fifteen experts."""
+    folder, prompt = tmp_path / layout, random_prompt(11)
+    quantized_copy(folder, make_checkpoint("mixtral"), layout)
+    whole = load_model(folder, progress=False)
+    settings = ExpertSettings(num_slots=3, folder=str(tmp_path))
+    cached = load_model(folder, progress=False, experts=settings)
+    try:
+        ids = PagedDecoder(cached).greedy(prompt, NUM_NEW)
+        assert ids == PagedDecoder(whole).greedy(prompt, NUM_NEW)
+        assert cached.routed is not None and cached.routed.stats().num_misses > 3
+    finally:
+        cached.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [(layout, "llama") for layout in ("awq", "fp8-blocks", "fp8-blocks-128", "int8", "fp8")]
+    + [
+        (layout, "mixtral")
+        for layout in ("awq", "gptq", "gptq-8", "gptq-8-symmetric", "fp8-blocks", "fp8-blocks-128")
+    ],
+)
+def test_memory_is_as_planned(layout: str, name: str, tmp_path: Path):
+    """By config.json alone, where it names the modules that are plain."""
+    quantized_copy(tmp_path / layout, make_checkpoint(name), layout)
+    held = load_model(tmp_path / layout, progress=False).weights.num_bytes
+    model = replace(ModelConfig.from_pretrained(tmp_path / layout), dtype="fp32")
+    bound = Roofline(model, DEVICES["cpu"], "auto", stored=stored_cost(model))
+    assert bound.weight_bytes == pytest.approx(held, rel=0.02)
+
+
+def test_parts_whose_inputs_have_orders_of_their_own_become_plain(tmp_path: Path):
+    plain = quantized_copy(tmp_path / "model", make_checkpoint("llama"), "gptq-act-order")
+    file, part = tmp_path / "model" / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    tensors = load_file(file)
+    tensors[f"{part}.g_idx"] = tensors[f"{part}.g_idx"].flip(0).contiguous()
+    codes = tensors[f"{part}.qweight"].T.contiguous().view(torch.uint8)
+    codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1).flip(1)
+    tensors[f"{part}.qweight"] = packed_rows(codes.long()).T.contiguous()
+    plain[f"{part}.weight"] = plain[f"{part}.weight"].flip(1).contiguous()
+    save_file(tensors, file)
+    decoder, prompt = load_model(tmp_path / "model", progress=False), random_prompt(11)
+    assert decoder.layers[0].attention.qkv.format == "fp32"
+    assert decoder.layers[1].attention.qkv.format == "int4"
+    assert PagedDecoder(decoder).greedy(prompt, NUM_NEW) == oracle_ids("llama", plain, prompt)
 
 
 @pytest.mark.parametrize("layout", ["int8", "fp8"])
@@ -314,16 +462,18 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({**GPTQ, "desc_act": True}, "desc_act"),
         ({**GPTQ, "bits": 3}, "3 bits"),
-        ({**GPTQ, "bits": 8}, "8 bits"),
+        ({**FP8, "fmt": "e5m2"}, "e5m2"),
+        ({**FP8, "weight_block_size": None}, "without blocks"),
+        ({**FP8, "weight_block_size": [128, 7]}, r"blocks of \[128, 7\]"),
+        ({**FP8, "weight_block_size": 128}, "unusable"),
         ({**AWQ, "version": "gemv"}, "gemv"),
         ({**BNB, "bnb_4bit_quant_type": "fp4"}, "fp4"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8-bit"),
         (ct_config(8, strategy="group", group_size=128), "'group'"),
         (ct_config(8, symmetric=False), "asymmetric"),
         (ct_config(4, actorder="group", **GROUPED), "actorder"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8' is not supported"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "many"}, "unusable"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "groups of 0"),
     ],
@@ -345,7 +495,7 @@ def test_damage_names_the_module(folder: Path):
     whole = load_file(file)
     q_proj = "model.layers.0.self_attn.q_proj"
     for name, value, why in (
-        (f"{q_proj}.g_idx", whole[f"{q_proj}.g_idx"].flip(0).contiguous(), "desc_act"),
+        (f"{q_proj}.g_idx", whole[f"{q_proj}.g_idx"].clamp(max=0), "g_idx does not give"),
         (f"{q_proj}.qzeros", whole[f"{q_proj}.qzeros"][:, 1:].contiguous(), "qzeros has shape"),
         (f"{q_proj}.scales", None, "scales' is missing"),
     ):

@@ -2,14 +2,14 @@
 
 Rows lie one after another in a file, so a rank reads a range of bytes. Quantised tensors of other
 layouts than rows (`stored.py`: packed over outputs, or with blocks across rows) are read whole, and
-cut in memory.
+cut in memory. Of a tensor that is all experts of a layer, each is read by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.workers.models.shards.shard import Shard, Span
+from penstock.workers.models.shards.shard import Shard
 from penstock.workers.weights.checkpoint import StoredTensor
 from penstock.workers.weights.stored import BLOCK_MARKS, MARKS
 
@@ -24,21 +24,14 @@ def own_part(
     modules = set()
     for name, stored in kept.items():
         module, _, kind = name.rpartition(".")
-        if (span := _stack(name, shard)) is not None:
-            module = name
-        elif kind in ROW_KINDS and not _is_packed(module, tensors):
+        span = None
+        if kind in ROW_KINDS and not _is_packed(module, tensors):
             span = shard.rows_of(module)
         # One of another shape is wrong, and said to be when it is taken.
         if span is not None and stored.shape[:1] == (span.whole,):
             kept[name] = stored.part(span.first, span.end)
             modules.add(module)
     return kept, frozenset(modules)
-
-
-def _stack(name: str, shard: Shard) -> Span | None:
-    """Experts that are stored as one tensor of all: [experts, rows, columns]."""
-    is_stack = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-    return shard.experts if is_stack else None
 
 
 def _is_packed(module: str, tensors: Mapping[str, StoredTensor]) -> bool:

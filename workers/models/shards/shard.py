@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.quant import QuantizedWeight
 from penstock.workers.errors import ConfigError
+from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.weights.joined import selected
 
@@ -110,7 +111,8 @@ class Shard:
         parent, _, kind = module.rpartition(".")
         if ".experts." in module:
             return None
-        inner = self.shared_inner if parent.endswith(".shared_expert") else self.inner
+        shared = FAMILIES[self.config.architecture].names.shared_expert
+        inner = self.shared_inner if parent.endswith(f".{shared}") else self.inner
         return {
             "q_proj": self.attended,
             "k_proj": self.key_columns,

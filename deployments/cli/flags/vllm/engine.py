@@ -70,10 +70,14 @@ MODEL = (
     ),
     VllmFlag(
         ("--quantization", "-q"),
-        "AWQ, GPTQ, compressed-tensors and bitsandbytes checkpoints are recognised without a flag; "
-        "--weights int8, int4, nf4 or fp8 quantises while loading (docs/guide/quantisation.md)",
+        "AWQ, GPTQ, compressed-tensors, bitsandbytes, FP8 and MXFP4 checkpoints are recognised "
+        "without a flag; --weights int8, int4, nf4 or fp8 quantises while loading "
+        "(docs/guide/quantisation.md)",
         values={
-            **{key: {"weights": "auto"} for key in ("awq", "awq_marlin", "gptq", "gptq_marlin")},
+            **{
+                key: {"weights": "auto"}
+                for key in ("awq", "awq_marlin", "gptq", "gptq_marlin", "mxfp4")
+            },
             "compressed-tensors": {"weights": "auto"},
             "fp8": {"weights": "fp8"},
             "bitsandbytes": {"weights": "nf4"},

@@ -67,6 +67,7 @@ struct AttentionArgs {
     int64_t q_sink_stride;
     const int32_t *sink_ends, *window_starts;  // a query row
     const int32_t *sink_blocks, *bases;        // a sequence
+    const float* sink_scores;  // [heads], a score in each softmax that has no value; or null
 
     int64_t group() const { return heads / cache.kv_heads; }  // query heads of a kv head
 };
@@ -74,7 +75,7 @@ LAYOUT(AttentionArgs,
        FIELD(dtype) FIELD(q) FIELD(q_stride) CACHE_FIELDS(cache) FIELD(tables) FIELD(table_stride)
        FIELD(starts) FIELD(lens) FIELD(out) FIELD(batch) FIELD(heads) FIELD(scale) FIELD(softcap) FIELD(window)
        FIELD(threads) FIELD(q_sink) FIELD(q_sink_stride) FIELD(sink_ends) FIELD(window_starts)
-       FIELD(sink_blocks) FIELD(bases))
+       FIELD(sink_blocks) FIELD(bases) FIELD(sink_scores))
 
 // A row of the cache that lies there as it is.
 template <class T>

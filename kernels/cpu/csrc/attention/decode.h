@@ -255,7 +255,9 @@ void decode_rows(const AttentionArgs& a) {
             for (int64_t s = 1; s < split.num_splits; ++s)
                 merge(all, Partial(parts + (item + s * kv_heads) * part, group, padded), group, padded);
             T* out = (T*)a.out + (split.b * a.heads + item % kv_heads * group) * dim;
-            for (int64_t g = 0; g < group; ++g) finish(all, g, padded, out + g * dim, dim);
+            const float* sink = a.sink_scores ? a.sink_scores + item % kv_heads * group : nullptr;
+            for (int64_t g = 0; g < group; ++g)
+                finish(all, g, padded, sink ? sink + g : nullptr, out + g * dim, dim);
         }
     }
 }

@@ -141,10 +141,18 @@ INLINE void widen(const T* from, float* to, int64_t count, int64_t padded) {
     for (int64_t d = 0; d < count; d += W) store(to + d, load_up_to(from + d, count - d));
     for (int64_t d = (count + W - 1) / W * W; d < padded; ++d) to[d] = 0;
 }
-// The result of a row from its sums; 0 of a row that saw no key.
+// The factor that makes weights of a row's sums; 0 of a row that saw no key. `sink`: one more score, or
+// null.
+inline __attribute__((noinline)) float norm_of(float top, float total, const float* sink) {
+    if (top == HIDDEN) return 0.0f;
+    if (!sink) return 1.0f / total;
+    const float now = std::max(top, *sink), keep = std::exp(top - now);
+    return keep / (total * keep + std::exp(*sink - now));
+}
 template <class T>
-INLINE void finish(const Partial& done, int64_t row, int64_t padded, T* to, int64_t dim) {
-    const float norm = done.top[row] == HIDDEN ? 0.0f : 1.0f / done.total[row];
+INLINE void finish(const Partial& done, int64_t row, int64_t padded, const float* sink, T* to,
+                   int64_t dim) {
+    const float norm = norm_of(done.top[row], done.total[row], sink);
     for (int64_t d = 0; d < dim; d += W)
         store_up_to(to + d, load(done.out + row * padded + d) * norm, dim - d);
 }

@@ -131,8 +131,10 @@ void prefill_item(const AttentionArgs& a, int64_t b, int64_t head, int64_t row0,
     }
     if (is_first) ws.all.clear(rows, padded);  // no query saw a key
     T* out = (T*)a.out + (row * a.heads + head * group) * dim;
+    const float* sink = a.sink_scores ? a.sink_scores + head * group : nullptr;
     for (int64_t r = 0; r < rows; ++r)
-        finish(ws.all, r, padded, out + (r / group * a.heads + r % group) * dim, dim);
+        finish(ws.all, r, padded, sink ? sink + r % group : nullptr,
+               out + (r / group * a.heads + r % group) * dim, dim);
 }
 
 template <class T, class Row>

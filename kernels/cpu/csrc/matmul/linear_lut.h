@@ -1,5 +1,5 @@
-// Rows of x times a weight of 4-bit codes (any table of 16 values: int4, nf4), of 8-bit codes in groups,
-// or of E4M3, with fp32 sums. The codes become fp32 in registers: for one tile of rows as they are used, for several once for
+// Rows of x times a weight of 4-bit codes (any table of 16 values: int4, nf4, mxfp4), of 8-bit codes in groups,
+// or of E4M3 (in groups, or rows with rows of x in E4M3), with fp32 sums. The codes become fp32 in registers: for one tile of rows as they are used, for several once for
 // all of them, a segment at a time.
 //
 // A panel holds 2 W output features, the input features outermost: 4-bit [K / 8][2 W] words of 8 codes,
@@ -22,18 +22,20 @@ struct CodesLinearArgs {
     int64_t x_stride;
     const uint8_t* packed;
     const float* table;     // [16] of 4-bit codes, else null
-    const float* scales;    // [panels][groups][PANELC]; E4M3: [columns]
+    const float* scales;    // [panels][groups][PANELC]; E4M3 whose rows are rounded: [columns]
     const float* shifts;    // [panels][groups][PANELC], added to the table's values; or null
     const float* bias;      // [columns] or null
     void* out;
     int64_t out_stride, rows, columns, depth, group, threads;
-    int64_t bits;  // of integer codes: 4 (the table is -8 to 7) or 8 (code - 128); else 0
+    int64_t bits;  // of integer codes: 4 (the table is -8 to 7) or 8 (code - 128); E4M3_GROUPS; else 0
 };
+constexpr int64_t E4M3_GROUPS = -8;  // E4M3 with scales of groups, 256 times too large, as E4m3's values are small
 LAYOUT(CodesLinearArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(packed) FIELD(table) FIELD(scales) FIELD(shifts)
        FIELD(bias) FIELD(out) FIELD(out_stride) FIELD(rows) FIELD(columns) FIELD(depth) FIELD(group)
        FIELD(threads) FIELD(bits))
 
+// E4M3 for rows that are rounded to E4M3 too, with a scale each.
 INLINE bool is_e4m3(const CodesLinearArgs& a) { return !a.table && !a.bits; }
 
 // The rows of a block in fp32, [padded K][rows of the tile], tile after tile.

@@ -18,6 +18,7 @@ from penstock.workers.planning.hardware import DEVICES
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.planning.shapes import SHAPES
 from tests.workers.models.test_gguf_experts import file_of
+from tests.workers.test_mixture_configs import MINIMAX
 
 ROOT = Path(__file__).parents[4]
 
@@ -26,6 +27,20 @@ def plan(tmp_path, *arguments):
     path = tmp_path / "plan.json"
     assert main(["plan", *arguments, "--json", str(path)]) == 0
     return json.loads(path.read_text())
+
+
+def test_a_quantised_checkpoint(tmp_path, capsys):
+    """FP8 in blocks, by config.json alone, beside the same opened; nothing that rounds twice."""
+    (tmp_path / "config.json").write_text(json.dumps(MINIMAX))
+    found = plan(tmp_path, str(tmp_path), "--device", "h200", "--kv", "bf16")
+    rows = {row["weights"]: row["weight_gb"] for row in found["devices"][0]["rows"]}
+    assert list(rows) == ["auto", "bf16"]
+    plain = 2 * 200064 * 3072 + 62 * 3072 * 256  # embedding, head, routers
+    linear = 228.69e9 - plain
+    assert rows["auto"] == pytest.approx((linear * (1 + 4 / 128) + 2 * plain) / 1e9, rel=1e-3)
+    assert rows["bf16"] == pytest.approx(2 * 228.69, rel=1e-3)
+    assert main(["plan", str(tmp_path), "--weights", "int8"]) != 0
+    assert "'int8' is none of auto, bf16, fp32, fp8g" in capsys.readouterr().err
 
 
 def test_figures_are_the_rooflines(tmp_path, capsys):
