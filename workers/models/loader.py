@@ -382,9 +382,7 @@ class _Builder:
             experts.append((self._fused(both, hidden, format), self._fused(last, inner, format)))
         return experts
 
-    def _fused_experts(
-        self, name: str, numbers: range
-    ) -> list[tuple[PackedLinear, PackedLinear]]:
+    def _fused_experts(self, name: str, numbers: range) -> list[tuple[PackedLinear, PackedLinear]]:
         biases, experts = expert_biases(self.source, self.config, name), []
         for expert in numbers:
             weights = fused_expert(self.source, self.config, name, expert)
