@@ -1,6 +1,6 @@
 """Ranks that connect as those of other machines do, from processes of this one.
 
-Several Ray nodes: tests/deployments/several_nodes/test_group.py.
+Several Ray nodes: tests/deployments/supervision/test_group_nodes.py.
 """
 
 from __future__ import annotations
