@@ -42,6 +42,8 @@ WEIGHT_FORMATS = {
     "int4": WeightCost(0.5 + 2 / 16, "int8", row_bytes=4),  # a step and an offset for 16
     "nf4": WeightCost(0.5 + 4 / 64, "bf16"),  # weight-only, a scale for 64
     "int8g": WeightCost(1 + 4 / 32, "bf16"),  # weight-only, a scale for 32: of GGUF files
+    "fp8g": WeightCost(1 + 4 / 128, "bf16"),  # weight-only, a scale for 128
+    "mxfp4": WeightCost(0.5 + 4 / 32, "bf16"),  # weight-only, a scale for 32
 }
 ATTENTION = "attention"  # a key of Device.flops
 KV_FORMATS = {

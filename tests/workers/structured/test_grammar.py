@@ -11,11 +11,13 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import torch
 
@@ -458,7 +460,9 @@ def test_a_helper_that_hangs_or_ends_is_replaced() -> None:
         assert "grammar" in helper.ask(easy)
         first = helper._process
         assert first is not None
-        first.send_signal(19)  # stopped, as a compiler that never comes back
+        first.send_signal(signal.SIGSTOP)  # as a compiler that never comes back
+        while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         with pytest.raises(HelperFailed):
             helper.ask(easy)
         assert first.poll() is not None, "the process still runs"
