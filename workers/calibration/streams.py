@@ -18,7 +18,7 @@ from penstock.kernels.types import PackedLinear
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.calibration.windows import WindowRunner
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.loader import build_attention, build_mlp
+from penstock.workers.models.build import build_attention, build_mlp
 from penstock.workers.models.moe import MoeMlp
 
 Rows = Callable[[int], Tensor]  # the inputs [T, K] of linear layers, by the number of their window

@@ -1,7 +1,7 @@
 """An expert of a checkpoint that has all experts of a layer in one tensor, as transformers keeps
 them, or as gpt-oss is published: gate and up then take turns, and plain matrices are transposed.
 
-Imported by models/loader.py and packed.py.
+Imported by models/build.py and packed.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights over the same input as one matrix, and on another device; codes stay as they are.
 
-Imported by models/loader.py and experts/packed.py.
+Imported by models/linears.py and experts/packed.py.
 """
 
 from __future__ import annotations

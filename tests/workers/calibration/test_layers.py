@@ -17,7 +17,7 @@ from penstock.workers.calibration.scaling import fold
 from penstock.workers.calibration.tensors import ReplacedWeights
 from penstock.workers.calibration.windows import WindowRunner
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.loader import build_decoder
+from penstock.workers.models.build import build_decoder
 from penstock.workers.weights.checkpoint import open_checkpoint
 from penstock.workers.weights.sources import CheckpointWeights
 from tests.workers.checkpoints import ALL, VOCAB_SIZE, make_checkpoint, random_model

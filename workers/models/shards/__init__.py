@@ -1,5 +1,5 @@
 """One model over several processes, cut so that its results keep their bits.
 
-Imported by models/loader.py, engine/ and engine/group/. Begin with shard.py, then exchange.py, then
+Imported by models/, engine/ and engine/group/. Begin with shard.py, then exchange.py, then
 layers.py.
 """

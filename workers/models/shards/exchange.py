@@ -45,7 +45,7 @@ class Exchange(ABC):
 
     def waits(self) -> list[tuple[int, float]]:
         """Of each rank, how many calls it made and how long it waited in them, in seconds; empty
-        where nobody knows."""
+        where that is not measured."""
         return []
 
     @abstractmethod

@@ -1,0 +1,251 @@
+"""Builds a Decoder: takes each weight that a configuration implies, and packs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.matmul import pack_linear
+from penstock.kernels.quant import QuantizedWeight
+from penstock.kernels.types import PackedLinear
+from penstock.workers.experts.fused import expert_biases, fused_expert
+from penstock.workers.experts.lookahead import RoutedLayer
+from penstock.workers.experts.routed import RoutedExperts
+from penstock.workers.families.table import FAMILIES
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.decoder_layer import DecoderLayer
+from penstock.workers.models.layers import Attention, Mlp
+from penstock.workers.models.linears import Linears
+from penstock.workers.models.moe import MoeMlp
+from penstock.workers.models.shards.layers import (
+    HeldExperts,
+    ShardAttention,
+    ShardDecoder,
+    ShardMlp,
+    ShardMoe,
+)
+from penstock.workers.models.shards.rank import Rank
+from penstock.workers.models.shards.shard import Shard
+from penstock.workers.quantization import WeightPlan
+from penstock.workers.weights.sources import WeightSource
+from penstock.workers.weights.stored import has_fused_experts
+
+
+def build_decoder(
+    config: ModelConfig,
+    source: WeightSource,
+    plan: WeightPlan | None = None,
+    routed: RoutedExperts | None = None,
+    *,
+    may_lack_head: bool = False,
+    rank: Rank | None = None,
+    in_part: frozenset[str] = frozenset(),
+) -> Decoder:
+    """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
+
+    With `routed`, MoE layers use its experts, which are not taken from `source`. With
+    `may_lack_head`, a model whose head is neither stored nor tied does not generate, but embeds.
+    `rank`: what this rank of a group has; `in_part`: modules of which `source` has only that.
+    """
+    builder = _Builder(config, source, plan or WeightPlan(), routed, rank, in_part)
+    return builder.decoder(may_lack_head)
+
+
+def build_attention(config: ModelConfig, source: WeightSource, layer: int) -> Attention:
+    """The attention of one layer, its weights as `source` has them."""
+    return _Builder(config, source, WeightPlan(), None).attention(layer)
+
+
+def build_mlp(config: ModelConfig, source: WeightSource, layer: int) -> Mlp | MoeMlp:
+    """The MLP of one layer, likewise."""
+    return _Builder(config, source, WeightPlan(), None).mlp(layer)
+
+
+class _Builder:
+    """Builds one decoder."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        plan: WeightPlan,
+        routed: RoutedExperts | None,
+        rank: Rank | None = None,
+        in_part: frozenset[str] = frozenset(),
+    ):
+        self.rank = rank
+        self.shard = None if rank is None else Shard(config, rank.number, rank.num_ranks)
+        self.routed = routed
+        self.config = config
+        self.family = FAMILIES[config.architecture]
+        self.names = self.family.names
+        self.source = source
+        self.plan = plan
+        self.linears = Linears(config, source, plan, self.shard, in_part)
+
+    def decoder(self, may_lack_head: bool) -> Decoder:
+        config, source = self.config, self.source
+        vocab, hidden = config.vocab_size, config.hidden_size
+        table, head = "model.embed_tokens", "lm_head"
+        if config.tie_word_embeddings:
+            # Either may be left out; if both are stored and differ, both are used.
+            table = table if source.has_linear(table) else head
+            head = head if source.has_linear(head) else table
+        generates = config.tie_word_embeddings or not may_lack_head or source.has_linear(head)
+        if not generates:
+            head = table  # takes no memory, and is never asked
+        embedding = source.take(f"{table}.weight", vocab, hidden)
+        output: Tensor | QuantizedWeight = embedding
+        if head != table:
+            output = self.linears.stored(head, vocab, hidden)
+            if isinstance(output, Tensor) and torch.equal(output.to(embedding.dtype), embedding):
+                output = embedding  # one copy where the packed form can share it
+        layers = [self._layer(index) for index in range(config.num_layers)]
+        if self.routed is not None:
+            self.routed.look_ahead_by(
+                [
+                    RoutedLayer(index, layer.mlp_norm, layer.mlp.choose)
+                    for index, layer in enumerate(layers)
+                    if isinstance(layer.mlp, MoeMlp) and layer.mlp_norm is not None
+                ]
+            )
+        final_norm = self._norm("model.norm", hidden)
+        lm_head = self.linears.packed_head(head, output)
+        if self.rank is not None and self.shard is not None:
+            exchange = self.rank.exchange_for(config, embedding.device)
+            for layer in layers:
+                for part in (layer.attention, layer.mlp):
+                    assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)
+                    part.join(self.shard, exchange)
+            return ShardDecoder(
+                self.shard, exchange, embedding, layers, final_norm, lm_head, generates=generates
+            )
+        return Decoder(
+            config, embedding, layers, final_norm, lm_head, self.routed, generates=generates
+        )
+
+    def _layer(self, index: int) -> DecoderLayer:
+        names, place = self.names, self.config.norm_place
+
+        def norm(name: str, is_there: bool) -> Tensor | None:
+            hidden = self.config.hidden_size
+            return self._norm(f"model.layers.{index}.{name}", hidden) if is_there else None
+
+        return DecoderLayer(
+            attention_norm=norm(names.attention_norm, place != "post"),
+            attention=self.attention(index),
+            attention_out_norm=norm(names.attention_out_norm, place != "pre"),
+            mlp_norm=norm(names.mlp_norm, place != "post"),
+            mlp=self.mlp(index),
+            mlp_out_norm=norm(names.mlp_out_norm, place != "pre"),
+        )
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        """The weight of a norm, with the offset that its checkpoint leaves out."""
+        dtype = torch.float32 if self.family.wide_norms else None
+        weight = self.source.take(f"{name}.weight", size, dtype=dtype)
+        return weight + self.config.norm_offset if self.config.norm_offset else weight
+
+    def mlp(self, index: int) -> Mlp | MoeMlp:
+        if self.config.moe_layers[index]:
+            return self._moe(index)
+        inner, bias = self.config.intermediate_size, self.config.mlp_bias
+        return self._mlp(f"model.layers.{index}.mlp", inner, bias)
+
+    def attention(self, index: int) -> Attention:
+        name = f"model.layers.{index}.self_attn"
+        config = self.config
+        hidden, dim = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        parts = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        norms = None
+        if config.qk_norm != "none":
+            full = config.qk_norm == "full"
+            norms = (
+                self._norm(f"{name}.q_norm", q_size if full else dim),
+                self._norm(f"{name}.k_norm", kv_size if full else dim),
+            )
+        stored_as = self.names.qkv and f"{name}.{self.names.qkv}"
+        qkv = self.linears.fused(parts, hidden, self.plan.format, config.qkv_bias, stored_as)
+        o = self.linears.fused({f"{name}.o_proj": hidden}, q_size, self.plan.of_o(), config.o_bias)
+        sinks = None
+        if config.attention_sinks:
+            sinks = self.source.take(f"{name}.sinks", config.num_heads, dtype=torch.float32)
+        if self.shard is None:
+            return Attention(config, index, qkv, o, norms, sinks)
+        if sinks is not None:
+            sinks = sinks[self.shard.heads.first : self.shard.heads.end].contiguous()
+        return ShardAttention(self.shard.own_config, index, qkv, o, norms, sinks)
+
+    def _mlp(self, name: str, inner: int, bias: bool = False) -> Mlp:
+        gate_up = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+        down = {f"{name}.down_proj": self.config.hidden_size}
+        kind = Mlp if self.shard is None else ShardMlp
+        stored_as = self.names.gate_up and f"{name}.{self.names.gate_up}"
+        return kind(
+            self.linears.fused(gate_up, self.config.hidden_size, self.plan.format, bias, stored_as),
+            self.linears.fused(down, inner, self.plan.format, bias),
+            self.config.activation,
+        )
+
+    def _moe(self, index: int) -> MoeMlp:
+        config = self.config
+        name = self.names.moe_block(index, self.source.__contains__)
+        router, shared, bias = {f"{name}.{self.names.router}": config.num_experts}, None, None
+        if config.shared_expert_intermediate_size:
+            shared = self._mlp(
+                f"{name}.{self.names.shared_expert}", config.shared_expert_intermediate_size
+            )
+            if config.shared_expert_gate:
+                router[f"{name}.shared_expert_gate"] = 1
+        if config.router.has_choice_bias:
+            bias = self.source.take(
+                f"{name}.{self.names.choice_bias}", config.num_experts, dtype=torch.float32
+            )
+        packed_router = self._router(router)
+        if self.routed is not None:
+            return MoeMlp(config, packed_router, self.routed.layer(index), shared, bias)
+        if self.shard is None:
+            experts = self._experts(name, range(config.num_experts))
+            return MoeMlp(config, packed_router, experts, shared, bias)
+        span = self.shard.experts
+        own = HeldExperts(self._experts(name, range(span.first, span.end)), span)
+        return ShardMoe(config, packed_router, own, shared, bias)
+
+    def _router(self, parts: dict[str, int]) -> PackedLinear:
+        """Of experts and perhaps of the shared expert's gate; never quantised."""
+        config = self.config
+        if not config.router.in_fp32:
+            return self.linears.fused(parts, config.hidden_size, None, config.router.has_bias)
+        rows = [
+            self.source.take(f"{name}.weight", size, config.hidden_size, dtype=torch.float32)
+            for name, size in parts.items()
+        ]
+        return pack_linear(torch.cat(rows))
+
+    def _experts(self, name: str, numbers: range) -> list[tuple[PackedLinear, PackedLinear]]:
+        """Experts stored as one matrix each, as published checkpoints do, or fused by layer."""
+        config, source, format = self.config, self.source, self.plan.format
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        if has_fused_experts(source.__contains__, f"{name}.{self.names.fused_experts[0]}"):
+            return self._fused_experts(name, numbers)
+        gate, up, down = self.names.expert
+        fused, experts = self.linears.fused, []
+        for one in (f"{name}.experts.{number}" for number in numbers):
+            both = {f"{one}.{gate}": inner, f"{one}.{up}": inner}
+            last = {f"{one}.{down}": hidden}
+            experts.append((fused(both, hidden, format), fused(last, inner, format)))
+        return experts
+
+    def _fused_experts(self, name: str, numbers: range) -> list[tuple[PackedLinear, PackedLinear]]:
+        biases, experts = expert_biases(self.source, self.config, name), []
+        for expert in numbers:
+            weights = fused_expert(self.source, self.config, name, expert)
+            own = [None, None] if biases is None else [each[expert] for each in biases]
+            gate_up, down = (
+                self.linears.packed(weight, bias, self.plan.format)
+                for weight, bias in zip(weights, own, strict=True)
+            )
+            experts.append((gate_up, down))
+        return experts
