@@ -86,7 +86,7 @@ ROUTER_SWITCHES = {
     "has_bias": "bias of the router",
     "has_choice_bias": "a bias that chooses, and does not weigh",
     "num_groups": "groups of experts, of which",
-    "num_kept_groups": "so many are chosen from",
+    "num_kept_groups": "groups with the best experts, from which a token's are chosen",
     "eps": "added to the sum of a token's weights",
     "scale": "factor of a token's weights",
     "in_fp32": "the router computes in fp32",

@@ -22,10 +22,11 @@ from penstock.workers.speculation.draft import (
 )
 
 # With steps launched ahead: tokens without a draft after which the host no longer reads each token
-# first, and after how many it does so again for once.
+# first; and the number of tokens after which it reads one first again, to look for a draft.
 QUIET_TOKENS, LOOK_TOKENS = 16, 64
-# Of steps that give so many tokens by themselves, those after one whose drafts would not have paid
-# look for none: one, then three, at most seven. To look takes up to 2 % of such a step.
+# In steps that sample at least MANY_SAMPLED tokens, the search for drafts takes up to 2 % of the
+# time. After a step whose drafts would not have paid the next one does not search, then the next
+# three, at most MOST_SKIPPED.
 MANY_SAMPLED = 4
 MOST_SKIPPED = 7
 

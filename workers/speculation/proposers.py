@@ -20,7 +20,7 @@ MAX_ANSWER_BYTES = 64 << 20  # of the answers of all domains
 LEAST_MATCH = 3
 MOST_MATCH = 24  # that is asked for after drafts which failed
 FAILURES = 4  # in a row, after which longer matches are asked for
-PROBE_TOKENS = 64  # after so many a shorter match is tried again
+PROBE_TOKENS = 64  # without a draft; then a shorter match is tried again
 
 
 @dataclass(slots=True)

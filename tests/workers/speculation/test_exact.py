@@ -254,7 +254,7 @@ def test_a_resumed_answer_and_a_prefix_hit_go_on_alike():
 
 
 def test_a_nan_after_accepted_drafts_ends_the_request_there():
-    """And a NaN row that no accepted token leads to harms nobody."""
+    """A NaN row fails its request only if accepted tokens lead to it."""
     model = model_of("llama", "fp32")
     request = requests_of(GREEDY)[0]
     known = {"r0": ids_of(answers(engine_of(model, {}), [request])["r0"])}

@@ -5,22 +5,18 @@ The oracle is the engine without drafts. The model is the built-in one: grammars
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, Request, SamplingParams
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice
-from penstock.workers.text.tokenizer import Tokenizer
-from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import ids_of
+from tests.workers.builtin_grammars import model, open_compiler, tokenizer
 from tests.workers.speculation.proposers import Adversary, Mixed, Oracle, Widest
 
 SCHEMA = (
@@ -37,27 +33,10 @@ SPECS = {
 }
 
 
-@functools.cache
-def model() -> Any:
-    torch.set_num_threads(1)
-    return load_model(resolve_model("builtin"), weights="fp32", progress=False)
-
-
-@functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(resolve_model("builtin"))
-
-
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    config = model().config
-    made = GrammarCompiler(
-        lambda: tokenizer().to_json(),
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-    )
-    yield made
-    made.close()
+    with open_compiler() as made:
+        yield made
 
 
 def ask(

@@ -19,7 +19,7 @@ from penstock.workers.structured.compile_queue import (
     GrammarCompileQueue,
 )
 from penstock.workers.structured.grammar import GrammarCompiler
-from tests.workers.structured.test_grammar import (
+from tests.workers.builtin_grammars import (
     any_json_object,
     model,
     new_engine,

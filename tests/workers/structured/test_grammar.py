@@ -5,7 +5,6 @@ The books that the model was trained on hold no JSON; whatever is well formed he
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -23,7 +22,6 @@ import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
 from penstock.workers.structured.grammar import NUM_HELPERS, GrammarCompiler
 from penstock.workers.structured.sandbox import Helper, HelperFailed
@@ -34,8 +32,7 @@ from penstock.workers.structured_spec import (
     choice,
     json_schema,
 )
-from penstock.workers.text.tokenizer import Tokenizer
-from penstock.workers.weights.hub import resolve_model
+from tests.workers.builtin_grammars import model, open_compiler, tokenizer
 
 PROMPT = "The old man said:"
 ARITHMETIC = """start: term (" + " term)*
@@ -43,26 +40,10 @@ term: /[0-9]{1,3}/ | "(" start ")"
 """
 
 
-@functools.cache
-def model() -> Any:
-    torch.set_num_threads(1)
-    return load_model(resolve_model("builtin"), weights="fp32", progress=False)
-
-
-@functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(resolve_model("builtin"))
-
-
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(
-        lambda: tokenizer().to_json(),
-        vocab_size=model().config.vocab_size,
-        eos_token_ids=model().config.eos_token_ids,
-    )
-    yield made
-    made.close()
+    with open_compiler() as made:
+        yield made
 
 
 def new_engine(**settings: Any) -> Engine:

@@ -107,7 +107,7 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     parent, connection = sys.argv[1:]
     _end_with(int(parent))
-    secret = sys.stdin.read()  # empty for a socket, which nobody else has
+    secret = sys.stdin.read()  # empty for an inherited socket, which no other process has
     with contextlib.suppress(wire.PeerGone):
         follow(dial(connection, secret) if secret else socket.socket(fileno=int(connection)))
 

@@ -133,7 +133,7 @@ def test_a_rank_ends_with_the_first_one():
 
 
 def test_a_rank_trusts_no_other_leader():
-    """Somebody who listens at the address, without the secret."""
+    """A process that listens at the address and does not know the secret."""
     with socket.create_server((HOST, 0)) as listener:
 
         def pretend() -> None:

@@ -32,11 +32,14 @@ from penstock.workers.errors import ConfigError, InvariantError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 from penstock.workers.models.shards.shard import Shard, cut
-from penstock.workers.request import Request, SamplingParams
+from penstock.workers.request import FinishReason, Request, SamplingParams
+from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice
 from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import answers, ids_of
+from tests.workers.builtin_grammars import open_compiler
 from tests.workers.checkpoints import FAMILIES, make_checkpoint, random_prompt
 from tests.workers.speculation.proposers import Mixed, Widest
+from tests.workers.structured.test_grammar import run as run_structured
 
 PROMPTS = {str(n): tuple(random_prompt(n)) for n in (3, 40, 17, 65, 8)}
 NUM_NEW = 10
@@ -130,6 +133,28 @@ def test_by_collective_operations(name, num_ranks, options, monkeypatch):
     monkeypatch.setattr(load, "transport_of", lambda device, is_far: "gloo")
     group, one = both(str(make_checkpoint(name)), num_ranks, {"logprobs": 2}, **options)
     assert group == one
+
+
+def test_under_grammars():
+    """The first rank masks the logits that all ranks have computed."""
+    wanted = [
+        SamplingParams(seed=3, max_tokens=30, structured=spec)
+        for spec in (choice(["the river", "the dam"], param="p"), regex("[a-c]{3,9}-(yes|no)"))
+    ]
+    found = []
+    with open_compiler() as compiler:
+        for num_ranks in (2, 1):
+            engine = engine_of("builtin", num_ranks)
+            try:
+                found.append(run_structured(engine, compiler, wanted))
+            finally:
+                engine.close()
+    assert found[0] == found[1]
+    assert all(reason is FinishReason.STOP for _, reason, _ in found[0])
+
+
+def regex(text: str) -> StructuredSpec:
+    return StructuredSpec(StructuredKind.REGEX, text)
 
 
 def test_rolled_windows_and_logprobs():
