@@ -164,8 +164,9 @@ def rms_norm_int8(
 def _check_norms(
     x: Tensor, weight: Tensor | None, post: Tensor | None, residual: Tensor | None
 ) -> None:
-    dtypes = {each.dtype for each in (weight, post) if each is not None}
-    assert len(dtypes) <= 1 and dtypes <= {x.dtype, torch.float32}
+    either = post if weight is None else weight  # of every norm of every layer: no sets
+    assert either is None or either.dtype == x.dtype or either.dtype == torch.float32
+    assert weight is None or post is None or weight.dtype == post.dtype
     assert residual is not None or (weight is not None and post is None)
 
 

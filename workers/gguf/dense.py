@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.families.reading import FULL, SLIDING
 from penstock.workers.gguf.header import GgufHeader
 from penstock.workers.gguf.metadata import (
     architecture_of,
@@ -19,7 +20,6 @@ from penstock.workers.gguf.metadata import (
 )
 
 Attributes = dict[str, Any]
-FULL, SLIDING = "full_attention", "sliding_attention"
 NO_ROPE_INTERVAL = 4  # of SmolLM3
 GEMMA_3_PATTERN = 6  # of its layers one sees all
 LOCAL_THETA = 10000.0  # of Gemma 3's other layers

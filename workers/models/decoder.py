@@ -65,6 +65,7 @@ class Decoder:
         self._next_norms = [layer.attention_norm for layer in layers[1:]] + [final_norm]
         parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
         self._row_forms = [part.row_form for part in parts]
+        self._ropes_of = [config.rope_of(index) for index in range(len(layers))]
 
     @torch.inference_mode()
     def forward(
@@ -126,10 +127,10 @@ class Decoder:
             rolled = inputs.rolling.split(q_sink, inputs.num_decode)
         turns = Turn.all_in(ws, len(self.ropes))
         x = self._first_norm(self.layers[0].attention_norm, ws, rows[0])
-        for index, (layer, next_norm, mlp_rows, next_rows, cache) in enumerate(
-            zip(self.layers, self._next_norms, rows[1::2], rows[2::2], kv_layers, strict=True)
-        ):
-            rope = self.config.rope_of(index)
+        for layer, rope, next_norm, mlp_rows, next_rows, cache in zip(
+            self.layers, self._ropes_of, self._next_norms, rows[1::2], rows[2::2], kv_layers,
+            strict=True,
+        ):  # fmt: skip
             turn = None if rope is None else turns[rope]
             y = layer.attention(x, ws, inputs, cache, turn, rolled)
             x = self._add_norm(y, layer.attention_out_norm, layer.mlp_norm, ws, mlp_rows)

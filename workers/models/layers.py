@@ -105,14 +105,14 @@ class Turn:
     @classmethod
     def all_in(cls, ws: Workspace, count: int) -> list[Turn]:
         """The `count` rotary embeddings of a model, in its order."""
+        if count == 1:
+            return [cls(ws.cos, ws.sin, ws.sink_cos, ws.sink_sin)]
         each = [_parts(table, count) for table in (ws.cos, ws.sin, ws.sink_cos, ws.sink_sin)]
         return [cls(*tables) for tables in zip(*each, strict=True)]
 
 
 def _parts(table: Tensor, count: int) -> list[Tensor]:
     """[T, count * n] as `count` dense [T, n], one after the other in the same memory."""
-    if count == 1:
-        return [table]
     num_rows, columns = table.shape
     return list(table.view(-1).view(count, num_rows, columns // count).unbind(0))
 

@@ -43,6 +43,8 @@ class MoeMlp:
         self.clamp = config.swiglu_clamp
         self.choice_bias = choice_bias
         self.has_gate = shared is not None and config.shared_expert_gate
+        self.takes_fp32 = config.router.in_fp32
+        self.chooses_by_weight = choice_bias is None and config.router.num_groups == 1
 
     row_form = None  # the router reads plain rows
     complete: Complete | None = None  # of one rank of a group, which has some of the experts
@@ -56,7 +58,8 @@ class MoeMlp:
         """`x` [T, hidden] -> [T, hidden], written over `x`."""
         assert isinstance(x, Tensor)
         ws, num_tokens = workspace, x.shape[0]
-        wide = ws.router_input.copy_(x) if ws.router_input.shape[1] else x
+        is_widened = self.takes_fp32 and x.dtype != torch.float32
+        wide = ws.router_input.copy_(x) if is_widened else x
         scores = linear(wide, self.router, out=ws.scores)  # [T, experts (+ 1)]
         logits = ws.router_logits.copy_(scores[:, : self.num_experts])
         weights, ids = self.route(logits, ws.probabilities)
@@ -84,7 +87,7 @@ class MoeMlp:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`route` for normed states `x` [T, hidden], in new memory: for expert prediction."""
-        wide = x.float() if self.rule.in_fp32 else x
+        wide = x.float() if self.takes_fp32 else x
         return self.route(linear(wide, self.router)[:, : self.num_experts].float())
 
     def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
@@ -116,7 +119,7 @@ class MoeMlp:
             probabilities = torch.softmax(scores, -1, dtype=torch.float32, out=out)
         else:
             probabilities = torch.sigmoid(scores.float(), out=out)
-        if self.choice_bias is None and self.rule.num_groups == 1:
+        if self.chooses_by_weight:
             weights, ids = probabilities.topk(self.top_k, dim=-1)
         else:
             ids = self._for_choice(probabilities).topk(self.top_k, dim=-1).indices

@@ -37,7 +37,7 @@ class Chunk:
     @property
     def num_rows(self) -> int:
         """Rows of the flat batch."""
-        return self.length + len(self.drafts)
+        return self.length if self.draft is None else self.length + len(self.draft.token_ids)
 
     @property
     def samples(self) -> bool:
@@ -46,7 +46,7 @@ class Chunk:
     @property
     def num_samples(self) -> int:
         """Tokens that are sampled: one, and one after each draft."""
-        return self.samples + len(self.drafts)
+        return self.samples if self.draft is None else self.samples + len(self.draft.token_ids)
 
 
 @dataclass(slots=True)
@@ -71,7 +71,8 @@ class Plan:
 
     @property
     def num_drafts(self) -> int:
-        return sum(len(chunk.drafts) for chunk in self.decode)
+        drafts = [chunk.draft for chunk in self.decode if chunk.draft is not None]
+        return sum(len(draft.token_ids) for draft in drafts)
 
     @property
     def num_sampled_rows(self) -> int:

@@ -16,7 +16,7 @@ GAIN = 1.05  # that drafts must promise: times and probabilities are estimates
 DECAY = 0.98  # of what was seen before, with each draft of the same kind
 MATCH_BOUNDS = (4, 6, 9, 17)  # tokens that matched, from which a draft is of the next kind
 PLACE_BOUNDS = (1, 2, 4)  # the same for a token's place in its draft, from 0
-# Right ones of the first tokens of a kind, as if so many had been seen: short matches say little.
+# Shares of right tokens by kind, as if PRIOR_COUNT tokens had been seen: short matches say little.
 PRIOR_COUNT = 6.0
 PRIOR_SHARES = (0.4, 0.55, 0.7, 0.8, 0.9)
 PACE = 1.04  # by which a step moves a running median

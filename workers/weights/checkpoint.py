@@ -95,10 +95,7 @@ class StoredTensor:
 
 def part_of(stored: StoredTensor, index: int) -> StoredTensor:
     """Part `index` of a tensor along its first dimension; no more than that is read."""
-    size = stored.num_bytes // stored.shape[0]
-    return replace(
-        stored, shape=stored.shape[1:], offset=stored.offset + index * size, num_bytes=size
-    )
+    return replace(stored.part(index, index + 1), shape=stored.shape[1:])
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:

@@ -87,9 +87,10 @@ def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeigh
 
 def _have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
     orders = [weight.order for weight in weights]
-    if any(order is None for order in orders):
+    first = orders[0] if orders else None
+    if first is None:
         return all(order is None for order in orders)
-    return all(torch.equal(order, orders[0]) for order in orders)  # type: ignore[arg-type]
+    return all(order is not None and torch.equal(order, first) for order in orders)
 
 
 _AS_INT8 = ({"int8g"}, {"int8g", "int4"})

@@ -19,13 +19,8 @@ from penstock.workers.structured.compile_queue import (
     GrammarCompileQueue,
 )
 from penstock.workers.structured.grammar import GrammarCompiler
-from tests.workers.builtin_grammars import (
-    any_json_object,
-    model,
-    new_engine,
-    regex,
-    tokenizer,
-)
+from tests.workers.builtin_grammars import model, tokenizer
+from tests.workers.structured.test_grammar import any_json_object, new_engine, regex
 
 
 def new_compiler(load: Any = None) -> GrammarCompiler:
