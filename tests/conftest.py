@@ -95,7 +95,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
+# pytest-timeout sets its timer once a test. pytest-rerunfailures runs the test again within that: a
+# second run that hangs would hang for ever.
+_TIMEOUT = pytest.StashKey[Any]()
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    item.stash[_TIMEOUT] = settings
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if getattr(item, "execution_count", 1) > 1 and _TIMEOUT in item.stash:
+        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[_TIMEOUT])
+    _set_priority(item)
+
+
+def _set_priority(item: pytest.Item) -> None:
     global _first_nice
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return

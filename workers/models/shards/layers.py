@@ -8,6 +8,7 @@ been gathered, by every rank alike, as one process does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -190,11 +191,17 @@ class ShardDecoder(Decoder):
     def run_layers(
         self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
     ) -> Tensor:
-        try:
+        with self._whole():
             return super().run_layers(inputs, kv_layers, ws)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around what all ranks compute together: an error here leaves the others in the middle."""
+        try:
+            yield
         except BaseException:
             if self.on_broken is not None:
-                self.on_broken()  # the others wait in the middle of this pass
+                self.on_broken()
             raise
 
     def sink_queries(self, ws: Workspace) -> Tensor:
@@ -208,12 +215,13 @@ class ShardDecoder(Decoder):
     def logits(
         self, hidden: Tensor, out: Tensor | None = None, narrow: Tensor | None = None
     ) -> Tensor:
-        if self.on_logits is not None:
-            self.exchange.offer(hidden, partial(self.on_logits, len(hidden)))
         whole = out if self.dtype == torch.float32 else narrow
         if whole is None:
             whole = hidden.new_empty(len(hidden), self.shard.vocab.whole)
-        self.exchange.gather_logits(linear(hidden, self.lm_head), self.vocab, whole)
+        with self._whole():
+            if self.on_logits is not None:
+                self.exchange.offer(hidden, partial(self.on_logits, len(hidden)))
+            self.exchange.gather_logits(linear(hidden, self.lm_head), self.vocab, whole)
         if out is None:
             out = whole.float()
         elif whole is not out:

@@ -208,10 +208,11 @@ def test_heads_that_do_not_divide_evenly(name):
     assert group == one
 
 
-def test_an_error_in_the_middle_of_a_pass_ends_the_group():
+@pytest.mark.parametrize("where", ["layer", "logits"])
+def test_an_error_in_the_middle_of_a_pass_ends_the_group(where):
     """The other ranks wait for the rest of that pass, and would take the next one for it."""
     process = subprocess.run(
-        [sys.executable, "-c", BROKEN, str(make_checkpoint("llama"))],
+        [sys.executable, "-c", BROKEN, str(make_checkpoint("llama")), where],
         cwd=Path(__file__).parents[4], stderr=subprocess.PIPE, timeout=100, check=False, text=True,
     )  # fmt: skip
     assert process.returncode == EXIT_STATUS
@@ -225,8 +226,11 @@ logging.basicConfig()
 engine = engine_of(sys.argv[1], 2)
 run(engine)
 def fail(*_):
-    raise ValueError("in the second layer")
-engine.model.layers[1].mlp.run = fail
+    raise ValueError("on the first rank alone")
+if sys.argv[2] == "layer":
+    engine.model.layers[1].mlp.run = fail
+else:
+    engine.model.exchange.gather_logits = fail
 run(engine)
 """
 
