@@ -9,7 +9,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc.aio
@@ -25,8 +26,10 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.placement import INGRESS_RESOURCE
 from penstock.deployments.supervision.processes import descendants, end
 from penstock.deployments.supervision.ray_workarounds import driver_environment
+from penstock.deployments.supervision.view import ClusterView
 
 OBJECT_STORE_BYTES = 80 << 20
+UP_S = 240.0
 
 
 class Nodes:
@@ -72,6 +75,17 @@ class Nodes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def within(seconds: float) -> Callable[[ClusterView], None]:
+    """For `Cluster.wait_until_up`, which waits without an end: fails with what Serve and the
+    registry say once the time is over."""
+    deadline_s = time.monotonic() + seconds
+
+    def check(view: ClusterView) -> None:
+        assert time.monotonic() < deadline_s, (serve.status(), ray.available_resources(), view)
+
+    return check
+
+
 @contextlib.contextmanager
 def deployed(config: ServeConfig) -> Iterator[Cluster]:
     """`config`, deployed on the cluster that it names, until all its replicas serve."""
@@ -80,7 +94,7 @@ def deployed(config: ServeConfig) -> Iterator[Cluster]:
     try:
         cluster.start_ray()
         cluster.deploy()
-        cluster.wait_until_up(lambda _: None)
+        cluster.wait_until_up(within(UP_S))
         yield cluster
     finally:
         serve.delete(config.app_name)

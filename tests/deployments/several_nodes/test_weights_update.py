@@ -28,6 +28,7 @@ from penstock.workers.request import Request, SamplingParams
 from penstock.workers.stats import WorkerInfo
 from penstock.workers.weights.model_digest import model_digest
 from tests.deployments.clusters import ENGINE, prompt
+from tests.deployments.nodes import UP_S, within
 from tests.deployments.rolling import NUM, answers, updated_under_load
 from tests.workers.checkpoints import FAMILIES, random_model, reference_greedy
 from tests.workers.text.tokenizers_of import checkpoint
@@ -84,7 +85,7 @@ def deploy(config: ServeConfig) -> None:
     """On the cluster of this folder's tests; nothing is restarted where it is deployed already."""
     cluster = Cluster(config)
     cluster.deploy()
-    cluster.wait_until_up(lambda _: None)
+    cluster.wait_until_up(within(UP_S))
 
 
 def digests(view: ClusterView) -> set[str]:
