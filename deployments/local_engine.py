@@ -18,6 +18,7 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.load import load_engine, thread_for
+from penstock.workers.pooling.scoring import pair_template
 from penstock.workers.request import Delta
 from penstock.workers.sampling_defaults import read_sampling_defaults
 from penstock.workers.text.chat_settings import load_tokenizer
@@ -98,5 +99,6 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
         tools=support_of(config.tool_call_parser, tokenizer),
         seed=config.engine.seed,
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
+        pairs=pair_template(folder, config.engine, tokenizer),
     )
     return RequestCore(runtime), backend

@@ -30,7 +30,7 @@ LOADED = {
     "MinistralForCausalLM": (DENSE, "Ministral 8B"),
     "Ministral3ForCausalLM": (DENSE, "Ministral 3"),
     "Qwen2ForCausalLM": (DENSE, "Qwen2, Qwen2.5, R1-Distill-Qwen"),
-    "Qwen3ForCausalLM": (DENSE, "Qwen3 0.6B to 32B, Qwen3-Embedding"),
+    "Qwen3ForCausalLM": (DENSE, "Qwen3 0.6B to 32B, Qwen3-Embedding and -Reranker"),
     "GraniteForCausalLM": (DENSE, "Granite 3.0 to 3.3"),
     "SmolLM3ForCausalLM": (DENSE, "SmolLM3"),
     "SeedOssForCausalLM": (DENSE, "Seed-OSS"),

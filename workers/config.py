@@ -124,6 +124,12 @@ class ModelOptions:
         "token; mean: the mean over all tokens; auto: as the model's 1_Pooling/config.json says, "
         "else last",
     )
+    score_tokens: str | None = option(
+        None,
+        "of a reranker that answers with one of two words, these words, the one for relevant "
+        "first: 'yes,no' for Qwen3-Reranker (docs/guide/embeddings.md#rerankers); none: as the "
+        "model's files say",
+    )
     seed: int = option(
         0, "seed for requests that bring none; the same seed and load give the same answers"
     )
@@ -391,11 +397,24 @@ class EngineConfig(
             raise ConfigError(
                 f"moe_mode {self.moe_mode} needs an expert cache; set its size with expert_cache_gb"
             )
+        if self.score_tokens is not None:
+            self._check_score_tokens(self.score_tokens)
         self._check_group()
         try:
             _ = self.cores
         except ValueError as error:
             raise ConfigError(f"compute_cores: {error}") from None
+
+    def _check_score_tokens(self, words: str) -> None:
+        if not all(words.split(",")) or words.count(",") > 1:
+            raise ConfigError(
+                f"score_tokens must be one word, or two with a comma between them; got {words!r}"
+            )
+        if self.pooling != "auto":
+            raise ConfigError(
+                f"score_tokens and pooling {self.pooling}: a model either scores pairs of texts or "
+                "embeds them; set one of the two"
+            )
 
     def _check_group(self) -> None:
         if self.tensor_parallel_size % self.nodes_per_worker:

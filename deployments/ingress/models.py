@@ -22,6 +22,7 @@ from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.model_config import read_limits
+from penstock.workers.pooling.scoring import pair_template
 from penstock.workers.sampling_defaults import read_sampling_defaults
 from penstock.workers.stats import WorkerInfo
 from penstock.workers.text.chat_settings import load_tokenizer
@@ -85,6 +86,7 @@ async def _runtime(model: IngressModel) -> ModelRuntime:
         longest_wait_s=config.longest_possible_wait_s,
         shares_prefixes=config.prefix_sharing == "all",
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
+        pairs=pair_template(folder, config.engine, tokenizer),
     )
 
 

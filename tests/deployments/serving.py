@@ -65,6 +65,7 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
 from penstock.workers.structured.grammar import GrammarCompiler
+from penstock.workers.text.pair_template import PairTemplate
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
@@ -214,6 +215,7 @@ def core_over(
     shares_prefixes: bool = False,
     other_names: tuple[str, ...] = (),
     sampling_defaults: SamplingDefaults | None = None,
+    pairs: PairTemplate | None = None,
     tracer: Tracer | None = None,
     further: Sequence[ModelRuntime] = (),
 ) -> RequestCore:
@@ -231,6 +233,7 @@ def core_over(
             longest_wait_s=longest_wait_s,
             shares_prefixes=shares_prefixes,
             sampling_defaults=sampling_defaults,
+            pairs=pairs,
         ),
         *further,
         open_calls=open_calls,

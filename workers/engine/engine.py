@@ -26,7 +26,7 @@ from penstock.workers.execution.step import StepInFlight, StepResult
 from penstock.workers.execution.timing import StepTimes
 from penstock.workers.memory.kv_format import KvFormat
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.pooling import Pooling, pooling_of
+from penstock.workers.pooling.pooling import Pooling, pooling_of
 from penstock.workers.request import (
     DECLINED,
     STORE_UNAVAILABLE,
@@ -375,6 +375,8 @@ class Engine:
         """All of the prompt of `seq` is computed, and it asks for nothing else."""
         if seq.pooled is None or not np.isfinite(seq.pooled).all():
             return self._fail(seq, "numerical_error")
+        if self.pooling.score_vector is not None:
+            seq.pooled = np.array([seq.pooled @ self.pooling.score_vector])
         delta = seq.embedded()
         self._finish(seq, FinishReason.STOP)
         return delta

@@ -25,7 +25,7 @@ from penstock.workers.experts.build import ExpertSettings, settings_of
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
-from penstock.workers.models.pooling import read_pooling
+from penstock.workers.models.score_vector import configured_pooling
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.progress import PREPARING, Progress, Report
@@ -78,7 +78,7 @@ def load_engine(
                     report(Progress(PREPARING))
                 if leader is not None and isinstance(model, ShardDecoder):
                     leader.lead(model)
-                return Engine(config, model, pooling=read_pooling(folder, config.pooling))
+                return Engine(config, model, pooling=configured_pooling(folder, config))
         except BaseException:
             if leader is not None:
                 leader.close()

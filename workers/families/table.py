@@ -90,6 +90,7 @@ _ALL = (
     ),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({each.architecture: each for each in _ALL})
+CLASSIFIER = "ForSequenceClassification"  # of the decoder of a family, with another head
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +146,26 @@ def family_of(stated: Mapping[str, Any]) -> Family:
                 f"supported are {', '.join(wrapper.of_text)}"
             )
         return FAMILIES[wrapper.of_text[text_type]]
-    whole = f"{str(name).removesuffix('Model')}ForCausalLM"
-    if whole in FAMILIES:  # it was saved without its LM head
+    whole = f"{str(name).removesuffix('Model').removesuffix(CLASSIFIER)}ForCausalLM"
+    if whole in FAMILIES:  # it was saved without its LM head, or with one that scores
+        if str(name).endswith(CLASSIFIER):
+            _check_labels(str(name), stated)
         name = whole
     family = FAMILIES.get(str(name))
     if family is None:
         raise _unsupported(name)
     _check_type(name, model_type, family.model_type)
     return family
+
+
+def _check_labels(name: str, stated: Mapping[str, Any]) -> None:
+    """transformers' configurations leave out the labels where there are two of them."""
+    num_labels = len(stated.get("id2label") or (0, 1))
+    if num_labels != 1:
+        raise ConfigError(
+            f"{name} with {num_labels} labels is not supported: of classifiers only rerankers are, "
+            "whose head has one output (num_labels 1)"
+        )
 
 
 def _check_type(name: str, model_type: Any, expected: str) -> None:

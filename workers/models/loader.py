@@ -26,7 +26,12 @@ from penstock.workers.quantization import (
     Int4Options,
     weight_plan,
 )
-from penstock.workers.weights.checkpoint import StoredTensor, is_headless, open_checkpoint
+from penstock.workers.weights.checkpoint import (
+    SCORE_HEAD,
+    StoredTensor,
+    is_headless,
+    open_checkpoint,
+)
 from penstock.workers.weights.gguf import open_gguf
 from penstock.workers.weights.hub import resolve_model
 from penstock.workers.weights.sources import (
@@ -83,7 +88,7 @@ def load_model(
     may_lack_head, in_part = is_headless(tensors), frozenset[str]()
     if rank is not None:
         tensors, in_part = own_part(tensors, Shard(config, rank.number, rank.num_ranks))
-    elsewhere = in_expert_file | _of_more_layers(config, tensors)
+    elsewhere = in_expert_file | _of_more_layers(config, tensors) | {SCORE_HEAD}
     total = sum(each.num_bytes for name, each in tensors.items() if name not in elsewhere)
     with showing(told(progress)) as report:
         source = CheckpointWeights(

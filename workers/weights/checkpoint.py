@@ -19,6 +19,7 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+SCORE_HEAD = "score.weight"  # of a reranker, in the place of the LM head
 PREFIX = "model."  # of the names of all tensors but the LM head
 # Of a language model with other parts, images' for one, by older and by newer files.
 _TEXT_PREFIXES = {
@@ -127,7 +128,10 @@ def _of_text(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def is_headless(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a checkpoint was saved from the decoder alone, without the LM head."""
+    """Whether a checkpoint was saved from the decoder without the LM head: alone, or with a head
+    that scores."""
+    if SCORE_HEAD in tensors:
+        return "lm_head.weight" not in tensors
     embedding = tensors.get(f"{PREFIX}embed_tokens.weight")
     return embedding is not None and embedding.name == "embed_tokens.weight"
 

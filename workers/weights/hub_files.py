@@ -22,10 +22,11 @@ from penstock.workers.weights.hub_errors import HubUnreachable, explained
 from penstock.workers.weights.hub_gguf import chosen_gguf, header_copy
 from penstock.workers.weights.hub_locks import alone, remove_leftovers
 
-# What an ingress needs: all that the digest of a tokenizer covers, and templates.
+# What an ingress needs: all that the digest of a tokenizer covers, templates, and how it scores.
 TEXT_FILES = [
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja"),
+    *("modules.json", "*_LogitScore/config.json"),
 ]
 MODEL_FILES = [*TEXT_FILES, "*.safetensors", "*.json"]
 # Second copies of the weights, and exports for other programs.

@@ -29,6 +29,7 @@ from penstock.workers.model_config import ModelConfig, read_json
 from penstock.workers.quantization import QuantizedFormat, head_format
 from penstock.workers.weights.checkpoint import (
     INDEX_NAME,
+    SCORE_HEAD,
     StoredTensor,
     is_headless,
     open_checkpoint,
@@ -150,7 +151,8 @@ def plan_quantize(
             "the original checkpoint"
         )
     tensors = open_checkpoint(source)
-    if is_headless(tensors) and not config.tie_word_embeddings:
+    has_head = config.tie_word_embeddings or SCORE_HEAD in tensors
+    if is_headless(tensors) and not has_head:
         raise ConfigError(
             f"{source} was saved without an LM head, which a quantised checkpoint must have: serve "
             f"it with --weights {format}, which quantises it while it loads"
@@ -329,12 +331,12 @@ def _full_name(entry: OutputTensor, part: StoredPart) -> str:
 
 def _copy_others(source: Path, folder: Path) -> None:
     """Copy tokenizer, templates and licence: all files except weights, config and hidden files; and
-    how an embedding is pooled."""
+    how an embedding is pooled, or a pair scored."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name == INDEX_NAME
         if path.is_file() and not is_weights and not path.name.startswith("."):
             shutil.copyfile(path, folder / path.name)
-    for path in source.glob("*_Pooling/config.json"):
+    for path in (*source.glob("*_Pooling/config.json"), *source.glob("*_LogitScore/config.json")):
         (folder / path.parent.name).mkdir()
         shutil.copyfile(path, folder / path.parent.name / path.name)
 

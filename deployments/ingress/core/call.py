@@ -17,6 +17,7 @@ from penstock.deployments.ingress.core.tracing import RequestTrace
 from penstock.deployments.options import ANY_NAME
 from penstock.workers.request import FinishReason, RequestError, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
+from penstock.workers.text.pair_template import Pair
 from penstock.workers.text.tool_forms import PLAIN
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: seeds of several prompts differ
@@ -36,6 +37,7 @@ class ServedModel:
     requests may have any name.
     `sampling_defaults`: for requests that do not say how to sample. `tool_call_parser`: the form in
     which its tool calls are read; plain: tools are described in the system message; unknown.
+    `scores_pairs`: it is a reranker, which embeds nothing.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ServedModel:
     created_s: int = field(default_factory=lambda: int(time.time()))
     other_names: tuple[str, ...] = ()
     tool_call_parser: str = PLAIN
+    scores_pairs: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,7 +92,7 @@ class CallOptions:
     client names: waiting requests share by principal, or without API keys by tenant.
     `cache_salt` separates cached prefixes further than by principal; "": it does not.
     With `splits_reasoning` a chat answer's reasoning is kept apart, where the model marks it. With
-    `embeds` nothing is generated: the only piece has the embedding of the prompt.
+    `embeds` nothing is generated: the only piece has the embedding of the prompt, or its score.
     """
 
     model: str | None = None
@@ -142,7 +145,7 @@ class CallContext:
 class Call:
     """One generation that a client asks for, as a front end understood it."""
 
-    prompt: str | tuple[int, ...] | ChatPrompt
+    prompt: str | tuple[int, ...] | ChatPrompt | Pair
     params: SamplingParams = field(default_factory=SamplingParams)
     options: CallOptions = field(default_factory=CallOptions)
     context: CallContext = field(default_factory=CallContext)

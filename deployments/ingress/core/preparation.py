@@ -26,6 +26,7 @@ from penstock.deployments.ingress.core.validation import (
 )
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.request import Request
+from penstock.workers.text.pair_template import PairTemplate
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
 
@@ -37,7 +38,8 @@ class PreparationSettings:
     contexts: which context policies requests may choose. marks: of reasoning. tools: how the model
     is given tools, and how its calls are read.
     longest_wait_s: until a worker computes a request; None: only its own deadline counts.
-    shares_prefixes: tenants share cached prompts.
+    shares_prefixes: tenants share cached prompts. pairs: how a reranker reads them; None: the model
+    is none.
     """
 
     contexts: ContextSettings
@@ -45,6 +47,7 @@ class PreparationSettings:
     tools: ToolSupport
     longest_wait_s: float | None
     shares_prefixes: bool
+    pairs: PairTemplate | None = None
 
 
 class Preparation:
@@ -62,7 +65,7 @@ class Preparation:
         """`seed`: of the seeds of requests that bring none."""
         self._model, self._tokenizer, self._how = model, tokenizer, settings
         self.billing: Billing | None = None  # quotas and weights; None: there are none
-        self.prompts = PromptReader(tokenizer, texts, settings.tools)
+        self.prompts = PromptReader(tokenizer, texts, settings.tools, settings.pairs)
         self._seeds = random.Random(seed)
 
     def bill(self, call: Call, request: Request, num_answers: int) -> Bill | None:

@@ -13,6 +13,7 @@ from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.tools import as_plain_messages
 from penstock.deployments.ingress.core.validation import check_ids, check_text
 from penstock.workers.request import RequestError, SamplingParams, check_input_length
+from penstock.workers.text.pair_template import Pair, PairTemplate
 from penstock.workers.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 2048
@@ -76,8 +77,16 @@ def bad_words_ids(
 class PromptReader:
     """Reads prompts as one model's tokenizer does. Lives on one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, texts: TextPool, tools: ToolSupport):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        texts: TextPool,
+        tools: ToolSupport,
+        pairs: PairTemplate | None = None,
+    ):
+        """`pairs`: of a model that scores them; None: it does not."""
         self._tokenizer, self._texts, self._tools = tokenizer, texts, tools
+        self._pairs = pairs
 
     async def ids(self, call: Call, model: ServedModel, max_tokens: int) -> tuple[int, ...]:
         """The prompt of `call` as the model would read it. Raises RequestError, also for a text
@@ -91,6 +100,10 @@ class PromptReader:
             if not prompt:  # a tokenizer may begin even that with a mark
                 raise RequestError("the prompt is empty", param="prompt")
             num_chars = size = len(prompt)
+        elif isinstance(prompt, Pair):
+            for text in (prompt.query, prompt.document, prompt.instruction):
+                check_text(text, "prompt")
+            num_chars = size = len(prompt.query) + len(prompt.document) + len(prompt.instruction)
         else:
             check_messages(prompt.messages)
             if prompt.variables:
@@ -104,7 +117,7 @@ class PromptReader:
             raise RequestError(
                 f"a prompt of {num_chars} characters cannot fit the {max_tokens} tokens "
                 "that this model takes",
-                param="prompt" if isinstance(prompt, str) else "messages",
+                param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
                 code="context_length_exceeded",
             )
         return await self._texts.run(call.context.principal, size, self._encode, call)
@@ -114,8 +127,9 @@ class PromptReader:
     ) -> tuple[int, ...]:
         """`ids`, truncated as the call asks, with room for the answer in `max_tokens`."""
         prompt_ids = await self.ids(call, model, max_tokens)
-        if call.options.truncate_prompt_tokens is not None:
-            prompt_ids = prompt_ids[-call.options.truncate_prompt_tokens :]
+        most = call.options.truncate_prompt_tokens
+        if most is not None and not isinstance(call.prompt, Pair):
+            prompt_ids = prompt_ids[-most:]
         if call.options.embeds and prompt_ids:
             check_input_length(len(prompt_ids), max_tokens)
         else:
@@ -148,6 +162,9 @@ class PromptReader:
                 continues_last=call.prompt.continues_last,
             )
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        if isinstance(call.prompt, Pair):
+            assert self._pairs is not None, "checked by embed"
+            return tuple(self._pairs.ids(call.prompt, call.options.truncate_prompt_tokens))
         assert isinstance(call.prompt, str)
         ids = self._tokenizer.encode(
             call.prompt, add_special_tokens=call.options.add_special_tokens

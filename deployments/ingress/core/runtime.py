@@ -14,6 +14,7 @@ from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings
 from penstock.workers.sampling_defaults import SamplingDefaults
+from penstock.workers.text.pair_template import PairTemplate
 from penstock.workers.text.reasoning import Marks
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.text.tool_forms import AUTO
@@ -39,6 +40,7 @@ class ModelRuntime:
         longest_wait_s: float | None = None,
         shares_prefixes: bool = False,
         sampling_defaults: SamplingDefaults | None = None,
+        pairs: PairTemplate | None = None,
     ):
         """`other_names`: of the model, as in ServedModel.
         `learner`: receives the length of each answer; without one, requests carry no features.
@@ -47,7 +49,8 @@ class ModelRuntime:
         `contexts`: which context policies requests may choose; None: a worker's defaults.
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
         a request, in seconds; None: a request may wait until its own deadline. `shares_prefixes`:
-        tenants share cached prompts. `sampling_defaults`: the model's own; None: it has none."""
+        tenants share cached prompts. `sampling_defaults`: the model's own; None: it has none.
+        `pairs`: how a reranker reads them; None: the model is none."""
         self.tokenizer = tokenizer
         self.backend = backend
         self.learner = learner
@@ -60,12 +63,13 @@ class ModelRuntime:
             sampling_defaults or SamplingDefaults(),
             other_names=other_names,
             tool_call_parser=self.tools.name,
+            scores_pairs=pairs is not None,
         )
         self.metrics = RequestMetrics(model_name, max_model_len)
         self.was_ready = False  # its workers have taken requests, at some time
         contexts = contexts or ContextSettings.of(EngineConfig(), max_model_len)
         self._how = PreparationSettings(
-            contexts, marks, self.tools, longest_wait_s, shares_prefixes
+            contexts, marks, self.tools, longest_wait_s, shares_prefixes, pairs
         )
         self._seed = seed
 

@@ -20,7 +20,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.load import load_engine
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.models.loader import load_model
-from penstock.workers.models.pooling import LAST, MEAN, Pooling, read_pooling
+from penstock.workers.pooling.pooling import LAST, MEAN, Pooling, read_pooling
 from penstock.workers.request import FinishReason, Request, RequestError, SamplingParams
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
 from tests.workers.answers import answers, ids_of

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
-from penstock.workers.models.pooling import MEAN, Pooling, read_pooling
+from penstock.workers.pooling.pooling import MEAN, Pooling, read_pooling
 from penstock.workers.progress import DOWNLOADING, WAITING, Progress
 from penstock.workers.weights.hub import commit_of, resolve_model
 from penstock.workers.weights.hub_errors import HubUnreachable

@@ -27,7 +27,7 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import Mlp
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.moe import MoeMlp
-from penstock.workers.models.pooling import MEAN, Pooling, read_pooling
+from penstock.workers.pooling.pooling import MEAN, Pooling, read_pooling
 from penstock.workers.quantization import QUANTIZED_FORMATS, Int4Options, QuantizedFormat
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.grids import GridSpec, round_weight
@@ -37,6 +37,7 @@ from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 
 NUM_NEW = 12
+NEAR_TIE = 1e-3  # of two logits
 LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj",
            "gate_up_proj", "down_proj")  # fmt: skip
 # One a placement of norms, scale, activation and layout.
@@ -170,7 +171,11 @@ def oracle(
     group: int | None = INT8_GROUP,
     stored: bool = False,
 ) -> list[int]:
-    """Greedy ids of the naive model, the whole sequence computed anew for each."""
+    """Greedy ids of the naive model, the whole sequence computed anew for each.
+
+    A near tie is decided by the last bit before an activation is rounded, and so by the processor:
+    such a prompt tests nothing.
+    """
     model = random_model(*ALL[name])
     facts = model.config
     for path, module in list(model.named_modules()):
@@ -187,7 +192,9 @@ def oracle(
             )
     ids = list(prompt)
     for _ in range(NUM_NEW):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        best, following = model(torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+        assert best[0] - best[1] > NEAR_TIE, f"take another prompt: {best} at {len(ids)}"
+        ids.append(int(following[0]))
     return ids[len(prompt) :]
 
 
@@ -306,7 +313,7 @@ class TestTool:
         assert sum(seen) == plan.num_source_bytes
         model = load_model(out, int4=Int4Options(activations="int8"), progress=False)
         assert model.weights.format == format
-        prompt = random_prompt(19)
+        prompt = random_prompt(19, 1)
         if format == "nf4":  # its blocks run on over the ends of rows
             assert len(greedy(model, [prompt])[0]) == NUM_NEW
         else:

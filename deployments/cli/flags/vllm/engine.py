@@ -97,13 +97,13 @@ MODEL = (
     only("--model-impl", values=("auto", "vllm"), sentence="Penstock has its own models only"),
     only(
         *("--task", "--runner"),
-        values=("auto", "generate", "embed", "embedding", "pooling"),
-        sentence="Penstock generates text and embeds, with any model; it does not classify",
+        values=("auto", "generate", "embed", "embedding", "pooling", "score"),
+        sentence="Penstock generates, embeds and scores pairs; it does not classify",
     ),
     only(
         "--convert",
         values=("auto", "none", "embed"),
-        sentence="Penstock generates text and embeds, with any model; it does not classify",
+        sentence="Penstock generates, embeds and scores pairs; it does not classify",
     ),
     absent(
         *("--pooler-config", "--override-pooler-config"),
@@ -118,7 +118,8 @@ MODEL = (
     absent("--logits-processors", "--worker-cls", "--worker-extension-cls", sentence=_NO_CODE),
     absent(
         *("--hf-overrides", "--hf-config-path"),
-        sentence="the model is what the config.json in its folder says; change that file in a copy",
+        sentence="the model is what the config.json in its folder says; change that file in a "
+        "copy, or for the classifier_from_token of a reranker set --score-tokens",
     ),
     absent(
         "--hf-token",

@@ -23,6 +23,7 @@ from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.workers.request import RequestError, SamplingParams
+from penstock.workers.text.pair_template import Pair
 
 MAX_INPUTS = 2048  # of one call, as at OpenAI
 MAX_RUNNING = 64  # of these, that wait at the gate or are computed at a time
@@ -32,7 +33,7 @@ _PARAMS = SamplingParams(temperature=0.0, max_tokens=1, context_policy="full")
 NUMBER_BYTES = 24
 _PROMPT = re.compile(r"\bprompt\b")
 
-Input = str | tuple[int, ...]
+Input = str | tuple[int, ...] | Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,10 @@ def embedding_call(
 async def embed(
     core: RequestCore, call: EmbeddingCall, most_running: int = MAX_RUNNING
 ) -> Embeddings:
-    """The vectors of all texts of `call`; `most_running` of them run at a time. Cancelling this
-    drops what has not ended. Raises RequestError or ServiceError."""
+    """The vectors of all texts of `call`, or of a reranker the score of each pair, [pairs, 1];
+    `most_running` of them run at a time. Cancelling this drops what has not ended. Raises
+    RequestError or ServiceError."""
+    _check_kind(core, call)
     generations = []
     for index in range(len(call.inputs)):
         if index:
@@ -111,6 +114,16 @@ async def embed(
         size = sum(map(len, raw.values()))
         vectors = await run_off_loop_if_large(size, _finished, raw, call)
         return Embeddings(vectors, usage)
+
+
+def _check_kind(core: RequestCore, call: EmbeddingCall) -> None:
+    if core.model(call.options.model).scores_pairs and not isinstance(call.inputs[0], Pair):
+        raise RequestError(
+            "this model is a reranker, which embeds no texts: send pairs of texts to /v1/score or "
+            "/v1/rerank, or start the server with --pooling last",
+            param="model",
+            code="unsupported_parameter",
+        )
 
 
 def _field_of(name: str) -> str:

@@ -25,6 +25,14 @@ def finished(raw: Vectors, dimensions: int | None, *, normalize: bool) -> Vector
     return cut.astype(np.float32)
 
 
+def pair_scores(raw: Vectors, *, as_logits: bool) -> list[float]:
+    """The scores of a reranker, from 0 to 1: the probability of its word for yes rather than that
+    for no, 1 / (1 + exp(-x)). `raw` [pairs, 1]: x, the differences of their logits, which
+    `as_logits` returns."""
+    logits = raw[:, 0].astype(np.float64)
+    return [float(each) for each in (logits if as_logits else 0.5 + 0.5 * np.tanh(logits / 2))]
+
+
 def cosines(one: Vectors, other: Vectors) -> list[float]:
     """The cosine of each pair of rows, of length 1; `one` may have a single row for all."""
     products = (one.astype(np.float64) * other).sum(axis=1)

@@ -51,7 +51,7 @@ class ScoreBody(_AnswerPart):
 
 
 class ScoreList(_AnswerPart):
-    """The cosine of the embeddings of each pair."""
+    """The cosine of the embeddings of each pair, or the score of a reranker."""
 
     id: str
     object: Literal["list"]
@@ -72,7 +72,8 @@ class RankBody(_AnswerPart):
 
 
 class Ranking(_AnswerPart):
-    """The documents, best first. A score is the cosine of the embeddings of query and document."""
+    """The documents, best first. A score is the cosine of the embeddings of query and document, or
+    that of a reranker."""
 
     id: str
     model: str

@@ -5,7 +5,7 @@ The fields of vLLM's and Jina's APIs that are not here are in tables: ignored, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
@@ -16,9 +16,16 @@ from penstock.deployments.ingress.core.embeddings.embed import (
     Input,
     embedding_call,
 )
-from penstock.deployments.ingress.http.body import Strict, body_values, json_object, validated
+from penstock.deployments.ingress.http.body import (
+    Strict,
+    body_values,
+    json_object,
+    strings,
+    validated,
+)
 from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import RequestError
+from penstock.workers.text.pair_template import Pair
 
 Encoding = Literal["float", "base64"]
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -100,10 +107,31 @@ class EmbeddingRequest(TextsRequest):
         )
 
 
-class ScoreRequest(TextsRequest):
+class PairsRequest(TextsRequest):
+    """What requests for scores have in common."""
+
+    instruction: str | None = Field(
+        None,
+        description="of rerankers: what a document should do for the query, instead of the "
+        "model's own words",
+    )
+    use_activation: bool | None = Field(
+        None,
+        description="of rerankers: scores from 0 to 1; default true; false: the logits",
+    )
+
+    def pairs(self, ones: Sequence[str], others: Sequence[str]) -> list[Input]:
+        """One of `ones`, or the only one, with each of `others`."""
+        instruction = self.instruction or ""
+        ones = list(ones) * (len(others) if len(ones) == 1 else 1)
+        return [Pair(one, other, instruction) for one, other in zip(ones, others, strict=True)]
+
+
+class ScoreRequest(PairsRequest):
     """Pairs of texts: one with each of several, or as many with as many."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "activation": "use_activation",
         **{"queries": "text_1", "data_1": "text_1"},
         **{"documents": "text_2", "items": "text_2", "data_2": "text_2"},
     }
@@ -111,8 +139,9 @@ class ScoreRequest(TextsRequest):
     text_1: str | list[str] = Field(description="one text, or as many as text_2 has")
     text_2: str | list[str] = Field(description="the texts that those of text_1 are compared with")
 
-    def call(self, context: CallContext) -> tuple[EmbeddingCall, int]:
-        """And how many of its inputs are from text_1. Raises RequestError."""
+    def call(self, context: CallContext, *, as_pairs: bool) -> EmbeddingCall:
+        """With `as_pairs` an input for each pair; else the texts of text_1, and then those of
+        text_2. Raises RequestError."""
         ones, names = _named("text_1", self.text_1)
         others, other_names = _named("text_2", self.text_2)
         if len(ones) not in (1, len(others)):
@@ -121,12 +150,21 @@ class ScoreRequest(TextsRequest):
                 "many as text_2 has",
                 param="text_1",
             )
-        names += other_names
-        return embedding_call(ones + others, names, self.options(), context), len(ones)
+        if as_pairs:
+            pairs = self.pairs(strings(self.text_1), strings(self.text_2))
+            return embedding_call(pairs, other_names, self.options(), context, normalize=False)
+        return embedding_call(ones + others, names + other_names, self.options(), context)
+
+    @property
+    def num_ones(self) -> int:
+        """Texts of text_1."""
+        return len(strings(self.text_1))
 
 
-class RerankRequest(TextsRequest):
+class RerankRequest(PairsRequest):
     """Documents to rank by how well they fit a query."""
+
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {"activation": "use_activation"}
 
     query: str
     documents: list[str]
@@ -135,9 +173,12 @@ class RerankRequest(TextsRequest):
     )
     return_documents: bool | None = Field(None, description="send their texts; default true")
 
-    def call(self, context: CallContext) -> EmbeddingCall:
-        """The query first. Raises RequestError."""
+    def call(self, context: CallContext, *, as_pairs: bool) -> EmbeddingCall:
+        """With `as_pairs` an input for each document; else the query first. Raises RequestError."""
         documents, names = _named("documents", self.documents)
+        if as_pairs:
+            pairs = self.pairs([self.query], self.documents)
+            return embedding_call(pairs, names, self.options(), context, normalize=False)
         return embedding_call([self.query, *documents], ["query", *names], self.options(), context)
 
 

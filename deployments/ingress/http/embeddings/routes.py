@@ -1,7 +1,7 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank.
 
-All three are embeddings of texts: a score is the cosine of two of them. What ends the connection
-drops what is not computed yet.
+All three are embeddings of texts: a score is the cosine of two of them. A reranker reads both texts
+of a pair together, and scores them itself. What ends the connection drops what is not computed yet.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
-from penstock.deployments.ingress.core.call import CallContext
+from penstock.deployments.ingress.core.call import CallContext, ServedModel
 from penstock.deployments.ingress.core.embeddings.embed import Embeddings, embed
-from penstock.deployments.ingress.core.embeddings.vectors import cosines
+from penstock.deployments.ingress.core.embeddings.vectors import cosines, pair_scores
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.streams import run_off_loop_if_large
 from penstock.deployments.ingress.http.asgi import (
@@ -40,6 +40,7 @@ from penstock.deployments.ingress.http.embeddings.requests import (
     RERANK_PATH,
     SCORE_PATH,
     EmbeddingRequest,
+    PairsRequest,
     RerankRequest,
     ScoreRequest,
     parse,
@@ -65,12 +66,12 @@ def add_embedding_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -
 
     @app.post(SCORE_PATH, **_documented(ScoreRequest, ScoreList))
     async def score(request: Request) -> Response:
-        """How alike texts are: the cosine of their embeddings."""
+        """How alike texts are: the cosine of their embeddings, or the score of a reranker."""
         return await _created(core, policy, _scores, request.scope, request.receive)
 
     @app.post(RERANK_PATH, **_documented(RerankRequest, Ranking))
     async def rerank(request: Request) -> Response:
-        """Rank documents by the cosine of their embeddings with that of a query."""
+        """Rank documents for a query: by the cosines of their embeddings, or by a reranker."""
         return await _created(core, policy, _ranking, request.scope, request.receive)
 
 
@@ -117,14 +118,14 @@ def _scores(
     core: RequestCore, content: bytes, context: CallContext, left_out: IgnoredFields
 ) -> Awaitable[Any]:
     asked = parse(ScoreRequest, content, left_out)
-    call, num_ones = asked.call(context)
+    model = core.model(asked.model)
+    _check_instruction(asked, model, left_out)
+    call = asked.call(context, as_pairs=model.scores_pairs)
 
     async def answer() -> Any:
         found = await embed(core, call)
-        scores = await _cosines(found, num_ones)
-        return score_list(
-            f"score-{context.request_id}", core.model(asked.model).name, scores, found.usage
-        )
+        scores = await _scored(found, asked, model, asked.num_ones)
+        return score_list(f"score-{context.request_id}", model.name, scores, found.usage)
 
     return answer()
 
@@ -133,14 +134,16 @@ def _ranking(
     core: RequestCore, content: bytes, context: CallContext, left_out: IgnoredFields
 ) -> Awaitable[Any]:
     asked = parse(RerankRequest, content, left_out)
-    call = asked.call(context)
+    model = core.model(asked.model)
+    _check_instruction(asked, model, left_out)
+    call = asked.call(context, as_pairs=model.scores_pairs)
 
     async def answer() -> Any:
         found = await embed(core, call)
-        scores = await _cosines(found, 1)
+        scores = await _scored(found, asked, model, 1)
         return ranking(
             f"rerank-{context.request_id}",
-            core.model(asked.model).name,
+            model.name,
             scores,
             ranked(scores, asked.top_n),
             None if asked.return_documents is False else asked.documents,
@@ -150,8 +153,22 @@ def _ranking(
     return answer()
 
 
-async def _cosines(found: Embeddings, num_ones: int) -> list[float]:
-    """Of the first `num_ones` vectors, or the only one, with the others."""
+def _check_instruction(asked: PairsRequest, model: ServedModel, left_out: IgnoredFields) -> None:
+    if asked.instruction and not model.scores_pairs:
+        left_out.drop(
+            "instruction",
+            "instruction: this model is no reranker, and compares embeddings: write it into the "
+            "query, as the model was trained with it",
+        )
+
+
+async def _scored(
+    found: Embeddings, asked: PairsRequest, model: ServedModel, num_ones: int
+) -> list[float]:
+    """Of each pair: the reranker's score, or the cosine of the first `num_ones` vectors, or the
+    only one, with the others."""
+    if model.scores_pairs:
+        return pair_scores(found.vectors, as_logits=asked.use_activation is False)
     vectors = found.vectors
     ones, others = vectors[:num_ones], vectors[num_ones:]
     return await run_off_loop_if_large(int(vectors.size), cosines, ones, others)

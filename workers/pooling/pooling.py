@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.workers.errors import ConfigError
 from penstock.workers.gguf.header import find_gguf, read_header
 from penstock.workers.model_config import read_json, read_json_list
@@ -26,11 +29,13 @@ _PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")
 class Pooling:
     """`kind`: LAST, the hidden state of the last token, or MEAN, the mean over all tokens.
 
-    `refusal`: why prompts are not embedded with this model; empty: they are.
+    `refusal`: why prompts are not embedded with this model; empty: they are. `score_vector`
+    [hidden]: of a reranker, whose product with that hidden state takes its place (scoring.py).
     """
 
     kind: str = LAST
     refusal: str = ""
+    score_vector: NDArray[np.float64] | None = None
 
 
 def pooling_of(asked: str) -> Pooling:
@@ -49,9 +54,7 @@ def read_pooling(folder: Path, asked: str) -> Pooling:
         return pooling_of(asked)
     if (gguf := find_gguf(folder)) is not None:
         return _of_gguf(read_header(gguf).metadata)
-    if not (folder / "modules.json").is_file():
-        return Pooling()
-    modules = _modules(folder / "modules.json")
+    modules = read_modules(folder)
     unknown = [kind for kind, _ in modules if kind not in _PLAIN_MODULES]
     if unknown:
         return Pooling(refusal=_refusal(f"its modules.json has a module {unknown[0]}"))
@@ -68,8 +71,12 @@ def _of_gguf(metadata: Mapping[str, Any]) -> Pooling:
     return Pooling(refusal=_refusal(f"its pooling_type is {name}"))
 
 
-def _modules(path: Path) -> list[tuple[str, str]]:
-    """Class and folder of each module. Raises ConfigError."""
+def read_modules(folder: Path) -> list[tuple[str, str]]:
+    """Class and folder of each module of sentence-transformers; none if `folder` has no list of
+    them. Raises ConfigError."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
     listed = read_json_list(path)
     if not all(
         isinstance(each, dict)
