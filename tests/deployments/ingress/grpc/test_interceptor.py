@@ -69,7 +69,11 @@ def test_a_call_without_a_message_is_refused(channel: grpc.Channel, method: str)
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
 def test_one_message_is_taken_and_more_are_not(channel: grpc.Channel, method: str) -> None:
     """A client that streams may send more; what the first one asks for is answered."""
-    asked = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest}[method]
-    requests = [asked(text="a").SerializeToString()] * 3
+    few = pb.SamplingParams(max_tokens=4)
+    asked = {
+        "Generate": pb.GenerateRequest(text="a", sampling=few),
+        "Tokenize": pb.TokenizeRequest(text="a"),
+    }[method]
+    requests = [asked.SerializeToString()] * 3
     call = channel.stream_stream(f"/{SERVICE}/{method}")
     assert len(list(call(iter(requests), timeout=20.0))) >= 1
