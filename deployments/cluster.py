@@ -165,13 +165,14 @@ class Cluster:
         """Raise StartError if this machine has too few GPUs."""
         num_gpus = 0 if cluster is None else int(cluster.num_gpus)
         on_gpus = [each for each in self._config.each_model if uses_gpus(each, cluster)]
-        wanted = [each.max_workers * each.engine.tensor_parallel_size for each in on_gpus]
+        wanted = [each.max_workers * each.engine.num_ranks for each in on_gpus]
         if num_gpus < sum(wanted):
             each_of = " and ".join(str(each.num_workers) for each in on_gpus)
             raise StartError(
                 f"each worker needs a GPU, or one for each of its ranks, {sum(wanted)} in all: "
                 f"num_workers is {each_of}, and this machine has {num_gpus} GPUs; lower "
-                "--num-workers or --tensor-parallel-size, or use --device cpu"
+                "--num-workers, --tensor-parallel-size or --pipeline-parallel-size, or use "
+                "--device cpu"
             )
 
     def wait_until_up(self, report: Callable[[ClusterView], None]) -> None:

@@ -144,7 +144,7 @@ def resolve(
         ),
         ReplicaResources(
             num_cpus,
-            num_gpus=engine.tensor_parallel_size // engine.nodes_per_worker if on_gpu else 0,
+            num_gpus=engine.num_ranks // engine.nodes_per_worker if on_gpu else 0,
             env_vars=env_vars,
         ),
         _ingress(cluster),

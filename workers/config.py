@@ -154,10 +154,18 @@ class DeviceOptions:
         "one; not yet run on several GPUs",
         min=1,
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages that share one worker's layers, each of tensor_parallel_size processes; rows "
+        "travel once from stage to stage, so that slow links do; results are those of one process, "
+        "bit for bit. On GPUs not yet run",
+        min=1,
+    )
     nodes_per_worker: int = option(
         1,
-        "machines of the Ray cluster that have an equal share of a worker's ranks each; their "
-        "network must be private and fast, since all rows travel over it four times a layer",
+        "machines of the Ray cluster that have an equal share of a worker's ranks each, stage by "
+        "stage; their network must be private, and fast where tensor_parallel_size spans it: all "
+        "rows then travel over it four times a layer",
         min=1,
     )
     compute_cores: str | None = option(
@@ -165,6 +173,17 @@ class DeviceOptions:
         "cores reserved for the workers' compute threads, in taskset's syntax: 1, or 2-7,9; all "
         "other processes that Penstock starts here stay off them; none: no core is reserved",
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute for one worker."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def group_name(self) -> str:
+        """The settings that ask for them, for errors."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        return " and ".join(f"{n} {getattr(self, n)}" for n in names if getattr(self, n) > 1)
 
     @property
     def cores(self) -> frozenset[int] | None:
@@ -417,14 +436,16 @@ class EngineConfig(
             )
 
     def _check_group(self) -> None:
-        if self.tensor_parallel_size % self.nodes_per_worker:
+        if self.num_ranks % self.nodes_per_worker:
             raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} cannot be shared equally by "
-                f"nodes_per_worker {self.nodes_per_worker} machines: set it to a multiple"
+                f"the {self.num_ranks} ranks of tensor_parallel_size {self.tensor_parallel_size} "
+                f"and pipeline_parallel_size {self.pipeline_parallel_size} cannot be shared "
+                f"equally by nodes_per_worker {self.nodes_per_worker} machines: set one to a "
+                "multiple"
             )
-        if self.tensor_parallel_size == 1:
+        if self.num_ranks == 1:
             return
-        wanted = f"tensor_parallel_size {self.tensor_parallel_size}"
+        wanted = self.group_name
         for name in ("async_scheduling", "cuda_graphs"):
             if self.device == "cuda" and getattr(self, name) == "on":
                 raise ConfigError(

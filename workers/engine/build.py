@@ -138,7 +138,7 @@ def make_executor(
         scratch = scratch_views(config, arena.layout, memory.rest)
         kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
     replay = None
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" and model.is_recordable:
         longest = -(-max_model_len // config.block_size) + num_scratch_blocks(config)
         replay = DecodeReplay(model, kv_layers, config.max_sampled_rows, longest)
     return Executor(model, kv_layers, config.block_size, memory, replay)

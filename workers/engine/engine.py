@@ -80,7 +80,9 @@ class Engine:
             config, model.device, model.routed is not None
         )
         self._in_flight: StepInFlight | None = None  # the last step, not read yet
-        contexts = ContextSettings.of(config, self.max_model_len, unsupported_reason(model.config))
+        contexts = ContextSettings.of(
+            config, self.max_model_len, unsupported_reason(model.whole_config)
+        )
         moe_mode = "exact" if model.routed is None else config.moe_mode
         self.pooling = pooling or pooling_of(config.pooling)
         self.validator = RequestValidator(

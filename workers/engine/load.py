@@ -53,7 +53,7 @@ def load_engine(
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         config = _for_group(config, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -61,7 +61,7 @@ def load_engine(
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         folder = verified_folder(config, report)
         leader = None
-        if config.tensor_parallel_size > 1:
+        if config.num_ranks > 1:
             transport = transport_of(device, is_far=far is not None)
             leader = Leader(config, folder, device, transport, far)
         try:
@@ -125,8 +125,7 @@ def transport_of(device: str, *, is_far: bool) -> str:
 
 def _for_group(config: EngineConfig, device: str) -> EngineConfig:
     """As each rank needs it. Raises ConfigError where a group cannot run."""
-    num_ranks = config.tensor_parallel_size
-    wanted = f"tensor_parallel_size {num_ranks}"
+    num_ranks, wanted = config.num_ranks, config.group_name
     if device == "cuda":
         num_here = num_ranks // config.nodes_per_worker
         if (num_gpus := torch.cuda.device_count()) < num_here:

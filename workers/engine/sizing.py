@@ -92,7 +92,7 @@ def _num_blocks(
     elif device.type == "cuda":
         budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_FRACTION
     else:
-        budget = total_memory_bytes() * CPU_KV_FRACTION / config.tensor_parallel_size
+        budget = total_memory_bytes() * CPU_KV_FRACTION / config.num_ranks
     num_blocks = min(int((budget - reserve_bytes) // layout.block_bytes), useful)
     if num_blocks < 1:
         raise ConfigError(

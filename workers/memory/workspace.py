@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -176,6 +176,10 @@ class Workspace:
         """A workspace in newly allocated memory."""
         memory = torch.empty(plan.bytes_for(num_rows), dtype=torch.uint8, device=device)
         return cls(**plan.views(num_rows, memory))
+
+    def rows(self, first: int, end: int) -> Workspace:
+        """The rows [first, end) of each array."""
+        return Workspace(*(getattr(self, each.name)[first:end] for each in fields(self)))
 
 
 class StepMemory:

@@ -16,7 +16,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, Mlp
-from penstock.workers.models.linears import Linears
+from penstock.workers.models.linears import Linears, Weight
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.layers import (
     HeldExperts,
@@ -26,9 +26,10 @@ from penstock.workers.models.shards.layers import (
     ShardMoe,
 )
 from penstock.workers.models.shards.rank import Rank
-from penstock.workers.models.shards.shard import Shard
+from penstock.workers.models.stages.decoder import StageDecoder, no_embedding
+from penstock.workers.models.stages.stage import Stage
 from penstock.workers.quantization import WeightPlan
-from penstock.workers.weights.sources import WeightSource
+from penstock.workers.weights.sources import DTYPES, WeightSource
 from penstock.workers.weights.stored import has_fused_experts
 
 
@@ -75,7 +76,8 @@ class _Builder:
         in_part: frozenset[str] = frozenset(),
     ):
         self.rank = rank
-        self.shard = None if rank is None else Shard(config, rank.number, rank.num_ranks)
+        self.shard = None if rank is None else rank.shard_of(config)
+        self.stage = Stage(0, 1, config.num_layers) if rank is None else rank.stage_of(config)
         self.routed = routed
         self.config = config
         self.family = FAMILIES[config.architecture]
@@ -85,6 +87,22 @@ class _Builder:
         self.linears = Linears(config, source, plan, self.shard, in_part)
 
     def decoder(self, may_lack_head: bool) -> Decoder:
+        config = self.config
+        if not self.stage.is_first:
+            device = torch.device(self.source.device)
+            embedding = no_embedding(config.hidden_size, DTYPES[config.dtype], device)
+            return self._joined(self._layers(), embedding, None, None, generates=True)
+        embedding, head, output, generates = self._ends(may_lack_head)
+        layers = self._layers()
+        final_norm = self._norm("model.norm", config.hidden_size)
+        lm_head = self.linears.packed_head(head, output)
+        return self._joined(layers, embedding, final_norm, lm_head, generates)
+
+    def _layers(self) -> list[DecoderLayer]:
+        return [self._layer(index) for index in self.stage.layers]
+
+    def _ends(self, may_lack_head: bool) -> tuple[Tensor, str, Weight, bool]:
+        """The embedding, the name and the rows of the head, and whether it is one of its own."""
         config, source = self.config, self.source
         vocab, hidden = config.vocab_size, config.hidden_size
         table, head = "model.embed_tokens", "lm_head"
@@ -101,7 +119,16 @@ class _Builder:
             output = self.linears.stored(head, vocab, hidden)
             if isinstance(output, Tensor) and torch.equal(output.to(embedding.dtype), embedding):
                 output = embedding  # one copy where the packed form can share it
-        layers = [self._layer(index) for index in range(config.num_layers)]
+        return embedding, head, output, generates
+
+    def _joined(
+        self,
+        layers: list[DecoderLayer],
+        embedding: Tensor,
+        final_norm: Tensor | None,
+        lm_head: PackedLinear | None,
+        generates: bool,
+    ) -> Decoder:
         if self.routed is not None:
             self.routed.look_ahead_by(
                 [
@@ -110,19 +137,21 @@ class _Builder:
                     if isinstance(layer.mlp, MoeMlp) and layer.mlp_norm is not None
                 ]
             )
-        final_norm = self._norm("model.norm", hidden)
-        lm_head = self.linears.packed_head(head, output)
-        if self.rank is not None and self.shard is not None:
-            exchange = self.rank.exchange_for(config, embedding.device)
-            for layer in layers:
-                for part in (layer.attention, layer.mlp):
-                    assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)
-                    part.join(self.shard, exchange)
-            return ShardDecoder(
-                self.shard, exchange, embedding, layers, final_norm, lm_head, generates=generates
-            )
-        return Decoder(
-            config, embedding, layers, final_norm, lm_head, self.routed, generates=generates
+        if self.rank is None or self.shard is None:
+            return Decoder(
+                self.config, embedding, layers, final_norm, lm_head, self.routed,
+                generates=generates,
+            )  # fmt: skip
+        exchange = self.rank.exchange_for(self.config, embedding.device)
+        for layer in layers:
+            for part in (layer.attention, layer.mlp):
+                assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)
+                part.join(self.shard, exchange)
+        ends = embedding, layers, final_norm, lm_head
+        if self.rank.num_stages == 1:
+            return ShardDecoder(self.shard, exchange, *ends, generates=generates)
+        return StageDecoder(
+            self.stage, self.rank.link(), self.shard, exchange, *ends, generates=generates
         )
 
     def _layer(self, index: int) -> DecoderLayer:

@@ -11,6 +11,7 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows, num_groups
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rms_norm_int8
 from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.workers.errors import InvariantError
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import Workspace, activation_plan
@@ -25,26 +26,30 @@ from penstock.workers.stats import RankStats
 class Decoder:
     """Token ids in, hidden states and logits out. Holds weights only, no state between calls."""
 
+    is_recordable = True  # a pass over decode rows may be replayed (execution/cpu_replay.py)
+
     def __init__(
         self,
         config: ModelConfig,
         embedding: Tensor,
         layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
-        lm_head: PackedLinear,
+        final_norm: Tensor | None,
+        lm_head: PackedLinear | None,
         routed: RoutedExperts | None = None,
         *,
         generates: bool = True,
     ):
-        """`generates`: False: it has no LM head of its own, and `logits` say nothing."""
+        """`generates`: False: it has no LM head of its own, and `logits` say nothing. Without
+        `final_norm` or `lm_head`, another process computes what comes after the layers."""
         self.config = config
+        self.whole_config = config  # of the model, of which a group's rank has a part
         self.generates = generates
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.embedding = embedding  # [vocab, hidden]
         self.layers = layers
-        self.final_norm = final_norm
-        self.lm_head = lm_head
+        self._final_norm = final_norm
+        self._lm_head = lm_head
         self.routed = routed  # None unless experts are served from a cache
         self.num_scales = max(  # of a row that is rounded to int8
             (num_groups(p.in_features, p.group) for p in linears_of(layers) if p.takes_int8),
@@ -62,10 +67,23 @@ class Decoder:
         # Each layer's MLP output is added and normalised with the next layer's norm, which writes
         # int8 rows at once, in its form, if that layer takes them. Without such a norm the rows are
         # those of the residual stream.
-        self._next_norms = [layer.attention_norm for layer in layers[1:]] + [final_norm]
+        self._next_norms = [*(layer.attention_norm for layer in layers[1:]), final_norm]
         parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
         self._row_forms = [part.row_form for part in parts]
         self._ropes_of = [config.rope_of(index) for index in range(len(layers))]
+
+    @property
+    def final_norm(self) -> Tensor:
+        """On a process that computes what comes after the layers, as `lm_head`."""
+        if self._final_norm is None:
+            raise InvariantError("this stage has no final norm")
+        return self._final_norm
+
+    @property
+    def lm_head(self) -> PackedLinear:
+        if self._lm_head is None:
+            raise InvariantError("this stage has no LM head")
+        return self._lm_head
 
     @torch.inference_mode()
     def forward(
@@ -100,6 +118,11 @@ class Decoder:
         """Write the layers' inputs into the workspace: embeddings, cos and sin, query scales."""
         if self.routed is not None:
             self.routed.rows = moe_rows
+        self.write_tables(positions, inputs, ws)
+        self.embed(token_ids, ws)
+
+    def write_tables(self, positions: Tensor, inputs: AttentionInputs, ws: Workspace) -> None:
+        """What depends on the positions alone."""
         for rope, turn in zip(self.ropes, Turn.all_in(ws, len(self.ropes))):
             rope.write_tables(positions, turn.cos, turn.sin, ws.angles, ws.turned)
             if inputs.rolling is not None:
@@ -107,6 +130,8 @@ class Decoder:
                 rope.write_tables(at, turn.sink_cos, turn.sink_sin, ws.angles, ws.turned)
         if self.config.query_scaling is not None:
             write_query_scales(self.config.query_scaling, positions, ws.query_scales)
+
+    def embed(self, token_ids: Tensor, ws: Workspace) -> None:
         torch.index_select(self.embedding, 0, token_ids, out=ws.residual)
         if self._embedding_scale != 1.0:
             ws.residual.mul_(self._embedding_scale)

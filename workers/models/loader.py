@@ -18,7 +18,6 @@ from penstock.workers.models.build import build_decoder
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.shards.reading import own_part
-from penstock.workers.models.shards.shard import Shard
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
     INT4,
@@ -87,7 +86,8 @@ def load_model(
         )
     may_lack_head, in_part = is_headless(tensors), frozenset[str]()
     if rank is not None:
-        tensors, in_part = own_part(tensors, Shard(config, rank.number, rank.num_ranks))
+        tensors = rank.stage_of(config).own_part(tensors)
+        tensors, in_part = own_part(tensors, rank.shard_of(config))
     elsewhere = in_expert_file | _of_more_layers(config, tensors) | {SCORE_HEAD}
     total = sum(each.num_bytes for name, each in tensors.items() if name not in elsewhere)
     with showing(told(progress)) as report:

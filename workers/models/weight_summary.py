@@ -36,8 +36,8 @@ class WeightFacts:
 def weight_facts(
     layers: Sequence[DecoderLayer],
     embedding: Tensor,
-    final_norm: Tensor,
-    lm_head: PackedLinear,
+    final_norm: Tensor | None,
+    lm_head: PackedLinear | None,
     cached_experts: Sequence[PackedLinear] = (),
 ) -> WeightFacts:
     """Count the weights of a decoder as they lie in memory.
@@ -50,10 +50,12 @@ def weight_facts(
         total[packed.format] += packed.num_bytes
         linears[packed.format] += packed.in_features * packed.out_features
     format, _ = linears.most_common(1)[0]
-    for tensor in (embedding, final_norm, *_tensors(layers, all_linears)):
+    norms = () if final_norm is None else (final_norm,)
+    for tensor in (embedding, *norms, *_tensors(layers, all_linears)):
         total[FLOAT_FORMATS[tensor.dtype]] += tensor.numel() * tensor.element_size()
-    if embedding is not getattr(lm_head.payload, "codes", lm_head.payload):  # on a GPU, in a record
-        total[lm_head.format] += lm_head.num_bytes
+    if lm_head is not None:
+        payload = getattr(lm_head.payload, "codes", lm_head.payload)  # on a GPU, in a record
+        total[lm_head.format] += lm_head.num_bytes * (embedding is not payload)
     return WeightFacts(format, dict(total.most_common()))
 
 

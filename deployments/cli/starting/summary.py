@@ -36,7 +36,7 @@ def _of_workers(config: ServeConfig, info: WorkerInfo, stats: EngineStats) -> li
         f"answer; {info.weights} weights"
     ]
     if of_engine.device:
-        ranks = engine.tensor_parallel_size
+        ranks = engine.num_ranks
         group = "" if ranks == 1 else f" in each of {ranks} processes a worker"
         lines.append(
             f"  computes   in {of_engine.dtype} on {of_engine.device}{group}; "

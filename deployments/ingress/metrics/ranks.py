@@ -11,7 +11,8 @@ from penstock.workers.stats import EngineStats
 
 
 def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[Metric]:
-    """What each rank holds, and how long it waited for the others: the slowest waits least."""
+    """What each rank holds, and how long it waited for the others: the slowest waits least. Ranks
+    are numbered stage by stage."""
     labels = (*LABELS, "rank")
     memory = GaugeMetricFamily(
         "penstock_rank_memory_bytes",
@@ -20,12 +21,12 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
     )
     gathers = CounterMetricFamily(
         "penstock_rank_gathers",
-        "Times that a rank put its rows together with others.",
+        "Times that a rank put its rows together with others, or received them from a stage.",
         labels=labels,
     )
     waits = CounterMetricFamily(
         "penstock_rank_wait_seconds",
-        "Time that a rank waited for the others to put rows together.",
+        "Time that a rank waited for rows of the others; of stages, the first rank alone.",
         labels=labels,
     )
     for names, stats in workers:

@@ -77,7 +77,7 @@ def follow(peer: socket.socket) -> None:
             wire.send_json(peer, wire.READY, arena.num_blocks * arena.layout.block_bytes)
         elif kind == wire.CONNECT:
             is_here = peer.family == socket.AF_UNIX
-            model.exchange.connect(LOOPBACK if is_here else interface_of(peer.getsockname()[0]))
+            model.connect(LOOPBACK if is_here else interface_of(peer.getsockname()[0]))
 
 
 @torch.inference_mode()

@@ -29,7 +29,6 @@ from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
-from penstock.workers.models.shards.shard import Shard
 
 WATCH_S = 1.0
 
@@ -48,17 +47,19 @@ class Leader:
         """Starts them; they load at the same time as this rank. `transport`: as of Rank. `far`: the
         machines that have an equal share of the ranks each. Raises ConfigError and LoadError."""
         model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
-        Shard(model, 0, num_ranks)  # checks that the model can be cut so
+        num_stages = config.pipeline_parallel_size
         sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_sampled_rows)
         self._files = tempfile.TemporaryDirectory(prefix="penstock-group-")
         descriptor = -1
         if transport == MEMORY:
             descriptor = os.memfd_create("penstock-group")
-            os.ftruncate(descriptor, sizes.bytes_of(model, num_ranks))
+            os.ftruncate(descriptor, num_stages * sizes.bytes_of(model, num_ranks))
         meeting = f"file://{self._files.name}/store"
         if far is not None:
             meeting = f"tcp://{far.host}:{free_port(far.host)}"
-        self.rank = Rank(0, num_ranks, transport, sizes, descriptor, meeting)
+        self.rank = Rank(0, num_ranks, transport, sizes, descriptor, meeting, num_stages)
+        for divides in (self.rank.shard_of, self.rank.stage_of):
+            divides(model)  # else this is the place to say so
         self._peers: list[socket.socket] = []
         self._processes: list[RankProcess] = []
         self._far = far
@@ -66,7 +67,7 @@ class Leader:
         self._model: ShardDecoder | None = None
         self._is_closing = False
         settings = {"config": asdict(config), "device": device}
-        num_here = num_ranks if far is None else num_ranks // far.num_machines
+        num_here = self.rank.num_all // (1 if far is None else far.num_machines)
         for number in range(1, num_here):
             here = {**settings, "folder": str(folder), "gpu": number}
             self._start({**here, "rank": asdict(replace(self.rank, number=number))})
@@ -81,13 +82,13 @@ class Leader:
         self._weight_bytes = [model.weights.num_bytes, *self._await_ready()]
         for peer in self._peers:
             wire.send(peer, wire.CONNECT)
-        model.exchange.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
+        model.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
-        for number in range(len(self._processes) + 1, self.rank.num_ranks):
+        for number in range(len(self._processes) + 1, self.rank.num_all):
             threading.Thread(target=self._watch, args=(number,), daemon=True).start()
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class Leader:
         for machine in () if self._far is None else self._far.machines:
             machine.end()
         if self._model is not None:
-            self._model.exchange.close()
+            self._model.disconnect()
         if self.rank.descriptor >= 0:
             os.close(self.rank.descriptor)
         self._files.cleanup()
@@ -159,7 +160,7 @@ class Leader:
             wire.send(peer, wire.STEP, contents)
 
     def _logits(self, num_rows: int) -> None:
-        for peer in self._peers:
+        for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
             wire.send(peer, wire.LOGITS, num_rows.to_bytes(8, "little"))
 
     def _await_ready(self) -> list[int]:

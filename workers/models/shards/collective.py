@@ -6,8 +6,6 @@ not yet run here on several GPUs.
 
 from __future__ import annotations
 
-import datetime
-import os
 from collections.abc import Callable
 
 import torch
@@ -16,37 +14,32 @@ from torch import Tensor
 
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.exchange import Exchange, Spans
-
-CONNECT_S = 120  # to find one another; gloo, for each call, too
+from penstock.workers.models.shards.world import World
 
 
 class CollectiveExchange(Exchange):
-    """One for a process: PyTorch's default group is that of the ranks."""
+    """One for a process: the ranks are PyTorch's default group, or those of one stage in it."""
 
     def __init__(
         self, config: ModelConfig, rank: int, num_ranks: int, max_tokens: int,
-        device: torch.device, backend: str, meeting: str,
+        device: torch.device, world: World,
     ):  # fmt: skip
-        """`backend`: nccl or gloo. `meeting`: where the ranks find one another: file:// and a path
-        that does not exist, for those of one machine, or tcp:// and a free port of the first."""
         super().__init__(config, rank, max_tokens, device)
-        self.num_ranks, self._backend, self._meeting = num_ranks, backend, meeting
+        self.num_ranks, self._world = num_ranks, world
+        self._first = world.rank - rank  # the first of them, in the default group
+        self._group: dist.ProcessGroup | None = None  # None: the default one
         self._num_calls = 0
 
     def connect(self, interface: str) -> None:
-        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # an operator's own setting holds
-            os.environ.setdefault(name, interface)
-        dist.init_process_group(
-            self._backend,
-            init_method=self._meeting,
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=datetime.timedelta(seconds=CONNECT_S),
-        )
+        self._world.connect(interface)
+        if self._world.size == self.num_ranks:
+            return
+        for first in range(0, self._world.size, self.num_ranks):  # all ranks make all groups
+            group = dist.new_group(list(range(first, first + self.num_ranks)))
+            self._group = group if first == self._first else self._group
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._world.close()
 
     def waits(self) -> list[tuple[int, float]]:
         return [(self._num_calls, 0.0)] * self.num_ranks
@@ -59,7 +52,7 @@ class CollectiveExchange(Exchange):
             sent = own.new_empty(num_rows, widest)
             sent[:, : own.shape[1]] = own
         received = own.new_empty(self.num_ranks * num_rows, widest)
-        dist.all_gather_into_tensor(received, sent)
+        dist.all_gather_into_tensor(received, sent, group=self._group)
         for span, part in zip(spans, received.view(self.num_ranks, num_rows, widest)):
             out[:, span.first : span.end] = part[:, : span.size]
         return out
@@ -69,9 +62,9 @@ class CollectiveExchange(Exchange):
 
     def offer(self, rows: Tensor, announce: Callable[[], None]) -> None:
         announce()
-        dist.broadcast(rows.contiguous(), 0)
+        dist.broadcast(rows.contiguous(), self._first, group=self._group)
 
     def offered(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         rows = torch.empty(num_rows, hidden, dtype=dtype, device=self._heads[0].device)
-        dist.broadcast(rows, 0)
+        dist.broadcast(rows, self._first, group=self._group)
         return rows

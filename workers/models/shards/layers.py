@@ -22,6 +22,7 @@ from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.memory.workspace import Workspace, activation_plan
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import (
@@ -157,15 +158,17 @@ class ShardDecoder(Decoder):
         exchange: Exchange,
         embedding: Tensor,
         layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
-        lm_head: PackedLinear,
+        final_norm: Tensor | None,
+        lm_head: PackedLinear | None,
         *,
         generates: bool = True,
+        config: ModelConfig | None = None,
     ):
+        """`config`: of what this rank holds; None: of all layers."""
         super().__init__(
-            shard.own_config, embedding, layers, final_norm, lm_head, generates=generates
+            config or shard.own_config, embedding, layers, final_norm, lm_head, generates=generates
         )
-        self.shard, self.exchange = shard, exchange
+        self.shard, self.exchange, self.whole_config = shard, exchange, shard.config
         self.vocab = shard.spans("vocab")
         self.plan = activation_plan(shard.config, self.dtype, self.num_scales)
         self.memory_of: list[RankMemory] = []  # of all ranks, on the first one
@@ -175,6 +178,14 @@ class ShardDecoder(Decoder):
         self.on_memory: Callable[[int, int, int], None] | None = None
         self.on_broken: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
+
+    def connect(self, interface: str) -> None:
+        """To the other ranks, at the same time as they: as Exchange.connect."""
+        self.exchange.connect(interface)
+
+    def disconnect(self) -> None:
+        """The others have ended."""
+        self.exchange.close()
 
     def begin(
         self,

@@ -98,7 +98,8 @@ class MemoryExchange(Exchange):
         gather(own, shared, span.first, out, self._meeting)
 
 
-def mapped(descriptor: int, num_bytes: int) -> Tensor:
-    """Shared memory as a tensor, uint8 [num_bytes]."""
-    memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+def mapped(descriptor: int, num_bytes: int, part: int = 0) -> Tensor:
+    """Part `part` of shared memory, whose parts have `num_bytes` each, as a tensor, uint8."""
+    first, end = part * num_bytes, (part + 1) * num_bytes
+    memory = mmap.mmap(descriptor, end, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[first:]

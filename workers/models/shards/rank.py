@@ -7,17 +7,23 @@ from dataclasses import dataclass
 import torch
 
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.shards.alone import LoneExchange
 from penstock.workers.models.shards.collective import CollectiveExchange
 from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.memory import ExchangeSizes, MemoryExchange, mapped
+from penstock.workers.models.shards.shard import Shard
+from penstock.workers.models.shards.world import World
+from penstock.workers.models.stages.link import StageLink
+from penstock.workers.models.stages.stage import Stage
 
 MEMORY = "memory"  # the transport of CPUs; others are backends of torch.distributed
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of a group. `descriptor`: of shared memory, of `sizes` for the group's model, or -1;
-    `meeting`: where the ranks of other transports find one another, file:// or tcp://."""
+    """One of a group of `num_stages` stages with `num_ranks` ranks each, which are numbered stage
+    by stage. `descriptor`: of shared memory, of `sizes` for the group's model and each stage, or
+    -1; `meeting`: where the ranks of other transports find one another, file:// or tcp://."""
 
     number: int
     num_ranks: int
@@ -25,13 +31,39 @@ class Rank:
     sizes: ExchangeSizes
     descriptor: int = -1
     meeting: str = ""
+    num_stages: int = 1
+
+    @property
+    def num_all(self) -> int:
+        """Ranks of the group."""
+        return self.num_ranks * self.num_stages
+
+    def shard_of(self, config: ModelConfig) -> Shard:
+        """`config`: the whole model's. Raises ConfigError if it cannot be divided so."""
+        return Shard(config, self.number % self.num_ranks, self.num_ranks)
+
+    def stage_of(self, config: ModelConfig) -> Stage:
+        """The same."""
+        return Stage(self.number // self.num_ranks, self.num_stages, config.num_layers)
 
     def exchange_for(self, config: ModelConfig, device: torch.device) -> Exchange:
-        """`config`: the whole model's."""
+        """With the ranks of the same stage. `config`: the whole model's."""
+        number, max_tokens = self.number % self.num_ranks, self.sizes.max_tokens
+        if self.num_ranks == 1:
+            return LoneExchange(config, number, max_tokens, device)
         if self.transport != MEMORY:
             return CollectiveExchange(
-                config, self.number, self.num_ranks, self.sizes.max_tokens, device,
-                self.transport, self.meeting,
-            )  # fmt: skip
-        memory = mapped(self.descriptor, self.sizes.bytes_of(config, self.num_ranks))
-        return MemoryExchange(memory, self.sizes, config, self.number, self.num_ranks)
+                config, number, self.num_ranks, max_tokens, device, self._world
+            )
+        num_bytes = self.sizes.bytes_of(config, self.num_ranks)
+        memory = mapped(self.descriptor, num_bytes, self.number // self.num_ranks)
+        return MemoryExchange(memory, self.sizes, config, number, self.num_ranks)
+
+    def link(self) -> StageLink:
+        """To the stages before and after."""
+        return StageLink(self._world, self.num_ranks)
+
+    @property
+    def _world(self) -> World:
+        backend = "gloo" if self.transport == MEMORY else self.transport
+        return World(self.number, self.num_all, backend, self.meeting)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only
 
-_NO_STAGES = (
-    "Penstock divides a model by --tensor-parallel-size alone; --num-workers N serves N copies "
-    "of it"
+_WHOLE_CONTEXTS = (
+    "a context lies on one worker; --tensor-parallel-size and --pipeline-parallel-size divide the "
+    "model, and --num-workers N serves N copies of it"
 )
 _RANKS_ON_NODES = (
     "Ray places the ranks: `penstock serve MODEL --ray-address HOST:PORT --tensor-parallel-size N "
@@ -24,8 +24,8 @@ _CORS = "--allowed-origins is enough: GET, HEAD, POST, DELETE and any header pas
 
 CLUSTER = (
     alias("-tp", setting="tensor_parallel_size"),
-    only("--pipeline-parallel-size", "-pp", values=("1",), sentence=_NO_STAGES),
-    only("--decode-context-parallel-size", "-dcp", values=("1",), sentence=_NO_STAGES),
+    alias("-pp", setting="pipeline_parallel_size"),
+    only("--decode-context-parallel-size", "-dcp", values=("1",), sentence=_WHOLE_CONTEXTS),
     alias("--data-parallel-size", "-dp", setting="num_workers"),
     only("--data-parallel-backend", values=("ray",), sentence="Ray always starts the workers"),
     only(

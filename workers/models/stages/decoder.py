@@ -1,0 +1,111 @@
+"""The decoder of one rank of a stage: receives rows, runs its layers over them, hands them on.
+
+What travels is the residual stream after the stage's last layer, rounded as it is in one process;
+the next stage begins with its norm. So the bits are those of one process. Stages overlap in the
+parts of a step (GPipe, Huang et al. 2019, section 2.3; without their gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.rowwise import rms_norm
+from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.workers.experts.modes import StepRows
+from penstock.workers.memory.workspace import Workspace
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.decoder_layer import DecoderLayer
+from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.models.shards.exchange import Exchange
+from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.shard import Shard
+from penstock.workers.models.stages.link import StageLink
+from penstock.workers.models.stages.parts import parts_of
+from penstock.workers.models.stages.stage import Stage
+from penstock.workers.stats import RankStats
+
+
+class StageDecoder(ShardDecoder):
+    """The layers of one stage, or a rank's share of each of them."""
+
+    is_recordable = False  # it waits for other stages between the operators
+
+    def __init__(
+        self,
+        stage: Stage,
+        link: StageLink,
+        shard: Shard,
+        exchange: Exchange,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor | None,
+        lm_head: PackedLinear | None,
+        *,
+        generates: bool = True,
+    ):
+        """`embedding` [0, hidden], `final_norm` None and `lm_head` None: of any stage but the
+        first."""
+        super().__init__(
+            shard, exchange, embedding, layers, final_norm, lm_head,
+            generates=generates, config=stage.config_of(shard.own_config),
+        )  # fmt: skip
+        self.stage, self.link = stage, link
+        self._next_norms[-1] = None  # the next stage begins with it
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def connect(self, interface: str) -> None:
+        self.link.connect(interface)
+        super().connect(interface)
+
+    def disconnect(self) -> None:
+        super().disconnect()
+        self.link.close()
+
+    def begin(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        inputs: AttentionInputs,
+        ws: Workspace,
+        moe_rows: StepRows | None = None,
+    ) -> None:
+        if self.on_step is not None:
+            self.on_step(token_ids, positions, inputs)
+        self._rows = token_ids, positions
+
+    def run_layers(
+        self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
+    ) -> Tensor:
+        assert self._rows is not None, "begin comes first"
+        token_ids, positions = self._rows
+        keeps_chunks = kv_layers[0].scratch is not None
+        parts = parts_of(inputs, self.stage.num_stages, keeps_chunks=keeps_chunks)
+        with self._whole():
+            for part in parts:
+                rows, own = slice(part.first, part.end), ws.rows(part.first, part.end)
+                self.write_tables(positions[rows], part.inputs, own)
+                if self.stage.is_first:
+                    self.embed(token_ids[rows], own)
+                else:
+                    self.link.receive(own.residual)
+                Decoder.run_layers(self, part.inputs, kv_layers, own)
+                self.link.send(own.residual)
+            if self.stage.is_first:
+                for part in parts:
+                    self.link.receive(ws.residual[part.first : part.end])
+                rms_norm(ws.residual, self.final_norm, self.config.rms_norm_eps, out=ws.normed)
+            self.link.finish()
+        return ws.normed
+
+    def ranks(self) -> tuple[RankStats, ...]:
+        """How long each waits is known of this rank alone, for the last stage's rows."""
+        first = RankStats(*self.memory_of[0], self.link.num_received, self.link.waited_s)
+        return (first, *(RankStats(*memory, 0, 0.0) for memory in self.memory_of[1:]))
+
+
+def no_embedding(hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of a stage that has none."""
+    return torch.empty(0, hidden, dtype=dtype, device=device)
