@@ -60,6 +60,7 @@ RAY_FILES = {
         "several_nodes/test_weights_update.py",
         "test_nodes_ingress.py",
         "supervision/test_groups.py",
+        "supervision/test_stages.py",
         "supervision/test_group_nodes.py",
         "autoscale/test_scaling.py",
         "autoscale/test_to_zero.py",

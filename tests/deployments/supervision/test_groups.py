@@ -7,6 +7,7 @@ comes back whole.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -25,13 +26,17 @@ NUM, TOKENS = 6, 200
 
 
 def followers(view: ClusterView) -> list[psutil.Process]:
-    """The other ranks of all workers."""
-    return [
-        child
-        for info, _ in view.workers
-        for child in psutil.Process(info.pid).children()
-        if "penstock.workers.engine.group.follower" in child.cmdline()
-    ]
+    """The other ranks of all workers; none of a worker that has ended, which is listed for some
+    seconds."""
+    found = []
+    for info, _ in view.workers:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found += [
+                child
+                for child in psutil.Process(info.pid).children()
+                if "penstock.workers.engine.group.follower" in child.cmdline()
+            ]
+    return found
 
 
 def is_whole(view: ClusterView) -> bool:
