@@ -71,8 +71,9 @@ class Linears:
 
     def packed_head(self, module: str, weight: Weight) -> PackedLinear:
         """Of what `stored` returned for `module`, or of the embedding."""
-        if self.shard is not None and module not in self.in_part:
-            weight = cut(weight, self.shard.vocab)
+        shard = self.shard
+        if shard is not None and shard.num_ranks > 1 and module not in self.in_part:
+            weight = cut(weight, shard.vocab)
         return self.packed(weight, None, self.plan.head)
 
     def stored(self, module: str, size: int, in_features: int) -> Weight:

@@ -1,7 +1,8 @@
-"""What a group of devices shares out, and what it sends: tensor parallelism as Penstock cuts it.
+"""What a group of devices shares out, and what it sends: as Penstock cuts a model.
 
-Every linear is cut by its outputs, and whole rows are gathered (workers/models/shards/). Of the
-uneven shares, the largest counts: the other ranks wait for it.
+Ranks: every linear is cut by its outputs, and whole rows are gathered (workers/models/shards/).
+Stages: layers are divided, and rows handed on (workers/models/stages/). Of the uneven shares, the
+largest counts: the other devices wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Link:
 
 
 # Estimates from public reports; none of them was measured here.
+LEAST_ROWS = 256  # of a part of a step, and at most so many parts a stage: stages/parts.py
+PARTS_A_STAGE = 4
 LINKS = {
     "nvlink": Link("nvlink", 10e-6, 366e9, "assumed: 10 us a call, 366 GB/s (4 H100 by NVLink)"),
     "pcie": Link("pcie", 25e-6, 22e9, "assumed: 25 us a call, 22 GB/s (PCIe 4)"),
@@ -33,10 +36,11 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`ranks` devices that share a model; one alone sends nothing."""
+    """`stages` times `ranks` devices that share a model; one alone sends nothing."""
 
     ranks: int = 1
     link: Link = LINKS["nvlink"]
+    stages: int = 1
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError if `model` cannot be cut so."""
@@ -45,6 +49,26 @@ class Group:
                 f"tensor_parallel_size must lie in [1, {model.num_kv_heads}], the model's KV "
                 f"heads; got {self.ranks}"
             )
+        if not 1 <= self.stages <= model.num_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size must lie in [1, {model.num_layers}], the model's layers; "
+                f"got {self.stages}"
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.stages
+
+    def layer_share(self, model: ModelConfig) -> float:
+        """Of the layers, on the first stage."""
+        return math.ceil(model.num_layers / self.stages) / model.num_layers
+
+    def turns(self, rows: int) -> tuple[int, int]:
+        """Into how many parts a step of `rows` is cut, and how many parts follow one another until
+        the last one has left the last stage."""
+        parts = max(1, min(self.stages * PARTS_A_STAGE, rows // LEAST_ROWS))
+        parts = parts if self.stages > 1 else 1
+        return parts, parts + self.stages - 1
 
     def kv_share(self, model: ModelConfig) -> float:
         """Of the heads, on the rank that has most."""
@@ -68,11 +92,27 @@ class Group:
         return elements * item_bytes * (self.ranks - 1) / self.ranks
 
     def exchange_s(self, model: ModelConfig, rows: int, head_rows: int, item_bytes: int) -> float:
-        """Seconds of a step for its gathers."""
+        """Seconds of a step for its gathers, and for the rows that stages hand on."""
+        return self._gather_s(model, rows, head_rows, item_bytes) + self._hand_on_s(
+            model, rows, item_bytes
+        )
+
+    def _gather_s(self, model: ModelConfig, rows: int, head_rows: int, item_bytes: int) -> float:
         if self.ranks == 1:
             return 0.0
+        parts, turns = self.turns(rows)
         sent = self.sent_bytes(model, rows, head_rows, item_bytes)
-        return self.calls(model) * self.link.call_s + sent / self.link.bandwidth
+        calls = self.calls(model) * turns * self.layer_share(model)
+        share = turns / parts * self.layer_share(model)
+        return calls * self.link.call_s + sent * share / self.link.bandwidth
+
+    def _hand_on_s(self, model: ModelConfig, rows: int, item_bytes: int) -> float:
+        """From each stage to the next, and from the last to the first."""
+        if self.stages == 1:
+            return 0.0
+        parts, turns = self.turns(rows)
+        sent = rows / parts * model.hidden_size * item_bytes
+        return (turns + 1) * (self.link.call_s + sent / self.link.bandwidth)
 
     def _widths(self, model: ModelConfig) -> list[list[int]]:
         """The columns that are gathered, by layer."""

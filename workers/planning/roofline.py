@@ -110,12 +110,14 @@ class Roofline:
             head = n.embedding * self._head.bytes * (fmt.bytes != fmt.other_bytes)
         if self.group.ranks > 1:  # a rank's part of the head is never shared with the embedding
             head = (head or n.embedding * fmt.other_bytes) / self.group.ranks
-        return self._linear_bytes + routed + embedding + head + n.other * fmt.other_bytes
+        layers = self._linear_bytes + routed + n.other * fmt.other_bytes
+        return layers * self.group.layer_share(self.model) + embedding + head
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """kappa: K, V and their scales in all layers."""
-        return self.model.num_layers * self._kv_bytes_per_layer
+        """kappa: K, V and their scales in all layers: of a group, on the device that has most."""
+        num_layers = self.model.num_layers * self.group.layer_share(self.model)
+        return num_layers * self._kv_bytes_per_layer
 
     @property
     def block_bytes(self) -> int:
@@ -298,17 +300,24 @@ class Roofline:
         other_s = n.other * fmt.other_bytes / self.device.read(plain)
         attention_flops = self.device.flops.get(ATTENTION, self._exact_flops)
         head_peak = self._linear_flops if head_quantised else self._exact_flops
+        # Every part reads the weights of a stage; the stages before and after it are idle at the
+        # ends.
+        parts, turns = group.turns(rows)
+        by_part = turns * group.layer_share(m)
+        by_row = by_part / parts
+        head_compute_s = head_rows * self.head_flops / head_peak / group.ranks
         return StepTime(
-            weights_s=layers_s + head_s + other_s,
-            linear_s=rows * self._token_s + head_rows * self.head_flops / head_peak / group.ranks,
-            kv_s=read * self._kv_bytes_per_layer / self.device.bandwidth,
+            weights_s=(layers_s + other_s) * by_part + head_s,
+            linear_s=rows * self._token_s * by_row + head_compute_s,
+            kv_s=read * self._kv_bytes_per_layer * by_row / self.device.bandwidth,
             attention_s=4
             * m.num_heads
             * group.kv_share(m)
             * m.head_dim
             * looked_at
+            * by_row
             / attention_flops,
-            other_s=self.device.layer_s * m.num_layers + self.device.row_s * head_rows,
+            other_s=self.device.layer_s * m.num_layers * by_part + self.device.row_s * head_rows,
             overlaps=self.device.overlaps,
             exchange_s=group.exchange_s(m, rows, head_rows, fmt.other_bytes),
         )

@@ -26,10 +26,10 @@ examples:
 Reading the table. blocks: KV blocks that fit next to weights and activations. batch: sequences of
 --context tokens that fit in them. step: one decode step of that batch. nt: the ridge, the tokens
 that a step computes in the time of one. TTFT: ms, for a prompt that runs alone. cost/M: of a
-million generated tokens. tp, link: the devices of a group, and the time of a step in which they
-send one another rows: a forecast, since groups run on CPUs only so far. These are bounds, nothing
-can be faster: for an estimate give --compute-share 0.5 --bandwidth-share 0.8, or the shares that
-you have measured. `here` is measured: its figures are estimates, not bounds.
+million generated tokens. tp, pp, link: ranks and stages of a group, and the time of a step in
+which they send one another rows: a forecast, since groups run on CPUs only so far. These are
+bounds, nothing can be faster: for an estimate give --compute-share 0.5 --bandwidth-share 0.8, or
+the shares that you have measured. `here` is measured: its figures are estimates, not bounds.
 
 models:  {", ".join(SHAPES)}
 devices: {", ".join(DEVICES)}, here
@@ -86,6 +86,14 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="devices that share one model; bytes, blocks and batch are then of each of them, and "
         "the tokens of all (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        default="1",
+        metavar="N,N",
+        help="stages of so many devices each, which share the layers; each number is combined with "
+        "each of -tp (default: %(default)s)",
     )
     group = plan.add_argument_group("the load")
     group.add_argument(

@@ -112,16 +112,19 @@ def _rooflines(
 
 def _groups(args: argparse.Namespace, model: ModelConfig) -> list[Group]:
     """Raises ConfigError."""
-    names = _names("--tensor-parallel-size", args.tensor_parallel_size)
-    if not all(name.isdecimal() for name in names):
-        raise ConfigError(
-            "--tensor-parallel-size takes whole numbers with commas between; got "
-            f"{args.tensor_parallel_size}"
-        )
-    groups = [Group(int(name), LINKS[args.link]) for name in names]
+    ranks = _numbers("--tensor-parallel-size", args.tensor_parallel_size)
+    stages = _numbers("--pipeline-parallel-size", args.pipeline_parallel_size)
+    groups = [Group(r, LINKS[args.link], s) for r in ranks for s in stages]
     for group in groups:
         group.check(model)
     return groups
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    names = _names(flag, text)
+    if not all(name.isdecimal() for name in names):
+        raise ConfigError(f"{flag} takes whole numbers with commas between; got {text}")
+    return [int(name) for name in names]
 
 
 def _weights(text: str | None, model: ModelConfig) -> list[str]:

@@ -18,6 +18,7 @@ class Row:
     weights: str
     kv: str
     ranks: int
+    stages: int
     weight_gb: float
     kv_bytes_per_token: float
     num_blocks: int
@@ -50,6 +51,7 @@ def row_of(
         weights=roofline.weights,
         kv=roofline.kv,
         ranks=roofline.group.ranks,
+        stages=roofline.group.stages,
         weight_gb=roofline.weight_bytes / 1e9,
         kv_bytes_per_token=roofline.kv_bytes_per_token,
         num_blocks=roofline.num_blocks,
@@ -62,7 +64,7 @@ def row_of(
         ridge_tokens=roofline.ridge_tokens,
         link_threshold_gb_per_s=roofline.link_threshold() / 1e9,
         ttft_ms={n: roofline.prefill_s(n, chunk) * 1e3 for n in prompt_lens} if fits else None,
-        cost_per_million=roofline.group.ranks
+        cost_per_million=roofline.group.devices
         * roofline.cost_per_million(chosen, context, price_per_hour)
         if fits and price_per_hour is not None
         else None,
@@ -75,14 +77,25 @@ def table(device: Device, rows: Sequence[Row], prompt_lens: Sequence[int]) -> st
         f"{device.name}: {device.memory_bytes / 1e9:.0f} GB, {device.bandwidth / 1e9:.0f} GB/s, "
         f"{device.peak('bf16') / 1e12:.3g} TFLOP/s bf16 ({device.source})"
     )
-    is_grouped = any(row.ranks > 1 for row in rows)
-    heads = ["weights", "kv", *["tp"] * is_grouped, "weights GB", "blocks", "batch", "step ms"]
+    is_staged = any(row.stages > 1 for row in rows)
+    is_grouped = is_staged or any(row.ranks > 1 for row in rows)
+    heads = [
+        "weights",
+        "kv",
+        *["tp"] * is_grouped,
+        *["pp"] * is_staged,
+        "weights GB",
+        "blocks",
+        "batch",
+        "step ms",
+    ]
     heads += ["memory ms", "compute ms", *["link ms"] * is_grouped, "tokens/s", "nt"]
     heads += [f"TTFT {n}" for n in prompt_lens]
     costs = any(row.cost_per_million is not None for row in rows)
     lines = [title, _line([*heads, *["cost/M"] * costs])]
     for row in rows:
-        cells = [row.weights, row.kv, *[str(row.ranks)] * is_grouped, f"{row.weight_gb:.1f}"]
+        cells = [row.weights, row.kv, *[str(row.ranks)] * is_grouped]
+        cells += [*[str(row.stages)] * is_staged, f"{row.weight_gb:.1f}"]
         exchange = [row.exchange_ms] * is_grouped
         times = (row.step_ms, row.memory_ms, row.compute_ms, *exchange, row.tokens_per_s)
         if row.ttft_ms is None or None in times:
@@ -119,6 +132,8 @@ def plot(
             largest, label = each.largest_batch(context), f"{each.weights}, kv {each.kv}"
             if each.group.ranks > 1:
                 label += f", tp {each.group.ranks}"
+            if each.group.stages > 1:
+                label += f", pp {each.group.stages}"
             if largest == 0:
                 continue
             batches = _spaced(largest)

@@ -12,6 +12,8 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.memory.arena import BLOCK_ALIGN_BYTES, BlockLayout
 from penstock.workers.memory.kv_format import DTYPES
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.planning import group as planned
+from penstock.workers.planning.group import Group, Link
 from penstock.workers.planning.hardware import ATTENTION, DEVICES, device_named
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.roofline import BLOCK_ALIGN_BYTES as ROOFLINE_ALIGN_BYTES
@@ -368,3 +370,29 @@ def test_a_measured_device_has_rates_of_its_own():
     assert own.seconds == pytest.approx(parts + own.other_s)
     halved = measured.at(1.0, 0.5)
     assert (halved.read("int4"), halved.read("int8")) == (5e11, base.bandwidth / 2)
+
+
+def test_stages_divide_layers_and_are_idle_at_the_ends():
+    """One part passes all layers, and each hand-over; many parts keep all stages busy."""
+    model = shape_named("Llama-3-8B")
+    device = DEVICES["H100"]
+    link = Link("made up", 0.001, 1e9, "")
+    one, four = Roofline(model, device), Roofline(model, device, group=Group(1, link, 4))
+    assert four.kv_bytes_per_token == one.kv_bytes_per_token / 4
+    few, alone = four.decode(8, 512), one.decode(8, 512)
+    for name in ("weights_s", "linear_s", "kv_s", "attention_s"):
+        assert getattr(few, name) == pytest.approx(getattr(alone, name), rel=1e-9)
+    row_bytes = model.hidden_size * 2
+    assert few.exchange_s == pytest.approx(5 * (0.001 + 8 * row_bytes / 1e9))
+
+    rows = 16 * planned.LEAST_ROWS
+    many, alone = four.decode(rows, 512), one.decode(rows, 512)
+    head_s = one.head_flops * rows / device.peak("bf16")
+    assert many.linear_s - head_s == pytest.approx((alone.linear_s - head_s) * 19 / 16 / 4)
+    assert many.exchange_s == pytest.approx(20 * (0.001 + 256 * row_bytes / 1e9))
+
+
+def test_more_stages_than_layers_are_refused():
+    model = shape_named("Llama-3-8B")
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size must lie in \[1, 32\]"):
+        Roofline(model, DEVICES["H100"], group=Group(stages=33))

@@ -24,8 +24,12 @@ from penstock.workers.engine.group.process import EXIT_STATUS
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
-from penstock.workers.models.stages.parts import LEAST_ROWS, parts_of
+from penstock.workers.models.stages.parts import LEAST_ROWS, PARTS_A_STAGE, parts_of
 from penstock.workers.models.stages.stage import Stage
+from penstock.workers.planning import group as planned
+from penstock.workers.planning.group import Group
+from penstock.workers.planning.hardware import device_named
+from penstock.workers.planning.roofline import Roofline
 from penstock.workers.request import FinishReason, SamplingParams
 from penstock.workers.structured_spec import choice
 from tests.workers.builtin_grammars import open_compiler
@@ -150,11 +154,28 @@ def test_each_stage_has_its_layers_alone():
         assert first.weight_bytes + second.weight_bytes == one.model.weights.num_bytes
         embedding = one.model.embedding.numel() * one.model.embedding.element_size()
         head = 0 if one.model.config.tie_word_embeddings else embedding
+        config = ModelConfig.from_pretrained(model)
+        plan = Roofline(
+            config, device_named("cpu"), "fp32", "fp32", block_size=4, group=Group(stages=2)
+        )
+        assert first.kv_bytes == one.arena.num_blocks * plan.block_bytes
         layers = one.model.weights.num_bytes - embedding - head
         assert second.weight_bytes == pytest.approx(layers / 3, rel=0.02)
         assert first.num_gathers > 0 and first.wait_s > 0
     finally:
         one.close()
+        group.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "olmoe"])
+def test_the_first_stage_is_as_large_as_planned(name):
+    model = str(make_checkpoint(name))
+    group = engine_of(model, 1, threads=2, pipeline_parallel_size=2, weights="fp32")
+    try:
+        config = ModelConfig.from_pretrained(model)
+        plan = Roofline(config, device_named("cpu"), "fp32", "fp32", group=Group(stages=2))
+        assert group.model.ranks()[0].weight_bytes == pytest.approx(plan.weight_bytes, rel=0.005)
+    finally:
         group.close()
 
 
@@ -208,6 +229,10 @@ def test_a_stages_configuration_has_its_layers():
     parts = [Stage(number, 2, config.num_layers).config_of(config) for number in range(2)]
     assert [rope for each in parts for rope in each.layer_ropes] == list(config.layer_ropes)
     assert sum(each.num_layers for each in parts) == config.num_layers
+
+
+def test_the_plan_cuts_steps_as_the_stages_do():
+    assert LEAST_ROWS["cuda"] == planned.LEAST_ROWS and planned.PARTS_A_STAGE == PARTS_A_STAGE
 
 
 # -- parts of a step
