@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from penstock.workers.adapter_options.options import AdapterOptions
 from penstock.workers.cpu_affinity import parse_cores
 from penstock.workers.errors import ConfigError
 from penstock.workers.hub_name import check_revision
@@ -362,6 +363,7 @@ class ExpertOptions:
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(
     ModelOptions,
+    AdapterOptions,
     DeviceOptions,
     KvOptions,
     BatchOptions,
@@ -403,9 +405,15 @@ class EngineConfig(
                 f"tensor_parallel_size {self.tensor_parallel_size} cannot be shared equally by "
                 f"nodes_per_worker {self.nodes_per_worker} machines: set it to a multiple"
             )
+        self.check_adapters()
         if self.tensor_parallel_size == 1:
             return
         wanted = f"tensor_parallel_size {self.tensor_parallel_size}"
+        if self.enable_lora:
+            raise ConfigError(
+                f"{wanted} cannot be combined with enable_lora: leave one of them out, or merge "
+                "the adapter into the model"
+            )
         for name in ("async_scheduling", "cuda_graphs"):
             if self.device == "cuda" and getattr(self, name) == "on":
                 raise ConfigError(
