@@ -32,6 +32,13 @@ class AdapterOptions:
         min=1,
     )
 
+    lora_runtime_updates: bool = option(
+        False,
+        "let clients load and drop adapters while the server runs, which read folders of its "
+        "machines: POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with API keys for the "
+        "role admin",
+    )
+
     @property
     def adapter_folders(self) -> dict[str, str]:
         """The folders of `lora_modules`, by name. Raises ConfigError."""
@@ -41,8 +48,9 @@ class AdapterOptions:
     def check_adapters(self) -> None:
         """Raise ConfigError for adapters that cannot be loaded together, or are not wanted."""
         folders = self.adapter_folders
-        if folders and not self.enable_lora:
-            raise ConfigError("lora_modules needs enable_lora: set it, or leave lora_modules out")
+        for name in ("lora_modules", "lora_runtime_updates"):
+            if getattr(self, name) and not self.enable_lora:
+                raise ConfigError(f"{name} needs enable_lora: set it, or leave {name} out")
         if len(folders) > self.max_loras:
             raise ConfigError(
                 f"lora_modules has {len(folders)} adapters, and max_loras is {self.max_loras}: "

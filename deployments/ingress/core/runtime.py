@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport, support_of
 from penstock.deployments.ingress.core.backend import Learner, TokenBackend
-from penstock.deployments.ingress.core.call import ServedModel
+from penstock.deployments.ingress.core.call import LoraNames, ServedModel
 from penstock.deployments.ingress.core.preparation import Preparation, PreparationSettings
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.core.text_pool import TextPool
@@ -39,6 +39,7 @@ class ModelRuntime:
         longest_wait_s: float | None = None,
         shares_prefixes: bool = False,
         sampling_defaults: SamplingDefaults | None = None,
+        adapters: LoraNames | None = None,
     ):
         """`other_names`: of the model, as in ServedModel.
         `learner`: receives the length of each answer; without one, requests carry no features.
@@ -47,7 +48,8 @@ class ModelRuntime:
         `contexts`: which context policies requests may choose; None: a worker's defaults.
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
         a request, in seconds; None: a request may wait until its own deadline. `shares_prefixes`:
-        tenants share cached prompts. `sampling_defaults`: the model's own; None: it has none."""
+        tenants share cached prompts. `sampling_defaults`: the model's own; None: it has none.
+        `adapters`: its LoRA adapters; None: it has none."""
         self.tokenizer = tokenizer
         self.backend = backend
         self.learner = learner
@@ -60,6 +62,7 @@ class ModelRuntime:
             sampling_defaults or SamplingDefaults(),
             other_names=other_names,
             tool_call_parser=self.tools.name,
+            adapters=adapters or LoraNames(),
         )
         self.metrics = RequestMetrics(model_name, max_model_len)
         self.was_ready = False  # its workers have taken requests, at some time
