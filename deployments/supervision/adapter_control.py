@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from ray.exceptions import RayError
 
@@ -25,20 +26,26 @@ class AdapterTimeout(Exception):
 class AdapterControl:
     """The adapters of the models of one application."""
 
-    def __init__(self, app_name: str, has_key: bool):
-        """`has_key`: there are several models, each with workers under its name."""
+    def __init__(
+        self, app_name: str, configured: Mapping[str, Mapping[str, str]], *, has_key: bool
+    ):
+        """`configured`: by model, the folders of adapters that its workers load at their start, by
+        name. `has_key`: there are several models, each with workers under its name."""
         self._registry, self._has_key = RegistryClient(app_name), has_key
+        self._configured = configured
 
     async def load(self, model: str, name: str, folder: str) -> None:
-        """All workers of `model` have the adapter in `folder` as `name` afterwards, or none has.
+        """All workers of `model` have the adapter in `folder` as `name` afterwards; or, where one
+        cannot load it, what they had before.
 
         Raises AdapterRefused or AdapterTimeout.
         """
+        before = await self._folder(model, name)
         number = await self._change(model, name, folder)
         workers = await self._all_have_made(model, number)
         failures = [why for each in workers for of, why in each.adapter_failures if of == number]
         if failures:
-            await self._all_have_made(model, await self._change(model, name, None))
+            await self._all_have_made(model, await self._change(model, name, before))
             raise AdapterRefused(failures[0])
 
     async def unload(self, model: str, name: str) -> None:
@@ -49,6 +56,17 @@ class AdapterControl:
         """The adapters that all its workers have now."""
         of_each = [set(each.adapters) for each in await self._workers(model)]
         return tuple(sorted(set.intersection(*of_each))) if of_each else ()
+
+    async def _folder(self, model: str, name: str) -> str | None:
+        """Of the adapter that now has this name; None: there is none."""
+        try:
+            changes = await self._registry.adapter_changes(model)
+        except (RayError, TimeoutError, ValueError) as error:
+            raise AdapterTimeout(f"the registry gives no answer: {error}") from None
+        for each in changes:
+            if each.name == name:
+                return each.folder
+        return self._configured.get(model, {}).get(name)
 
     async def _change(self, model: str, name: str, folder: str | None) -> int:
         try:

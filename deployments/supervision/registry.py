@@ -204,6 +204,10 @@ class RegistryClient:
         changes: tuple[AdapterChange, ...] = await self._call("worker_beat", info, stats)
         return changes
 
+    async def adapter_changes(self, model: str) -> tuple[AdapterChange, ...]:
+        changes: tuple[AdapterChange, ...] = await self._call("adapter_changes", model)
+        return changes
+
     async def change_adapter(self, model: str, name: str, folder: str | None) -> int:
         number: int = await self._call("change_adapter", model, name, folder)
         return number

@@ -47,6 +47,7 @@ from penstock.deployments.ingress.http.static import (
     API_PAGE_HEADERS,
     add_console_routes,
 )
+from penstock.deployments.ingress.http.status import adapters as adapter_routes
 from penstock.deployments.ingress.http.status.adapters import LoraControl, add_adapter_routes
 from penstock.deployments.ingress.http.status.cluster import View, Workers, add_status_route
 from penstock.deployments.ingress.http.status.experts import ReloadStores, add_reload_route

@@ -59,10 +59,11 @@ def write_adapter(
 
 
 def merged(folder: Path, base: Path, into: Path) -> Path:
-    """The checkpoint `base` with the adapter in `folder` added to its weights: W + scale * B A."""
+    """The checkpoint `base` with the adapter in `folder` added to its weights, in fp32:
+    W + scale * B A."""
     shutil.copytree(base, into)
     config = json.loads((folder / "adapter_config.json").read_text())
-    weights = load_file(base / "model.safetensors")
+    weights = {name: w.float() for name, w in load_file(base / "model.safetensors").items()}
     pairs = load_file(folder / "adapter_model.safetensors")
     for name, a in pairs.items():
         if ".lora_A." not in name:
