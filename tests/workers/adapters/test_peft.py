@@ -82,9 +82,7 @@ def test_tensors_that_belong_to_no_linear_are_refused(tmp_path, before, after, w
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     folder = write_adapter(tmp_path, make_checkpoint("mistral"))
-    with pytest.raises(
-        LoadError, match=r"inputs and .* outputs there: the adapter was trained for"
-    ):
+    with pytest.raises(LoadError, match=r"outputs there: the adapter was trained for"):
         packed(folder)
 
 
