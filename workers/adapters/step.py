@@ -51,12 +51,6 @@ class LayerRows:
                 found.append((rows, low_rank(own if made is None else made(own))))
         return Deltas(found)
 
-    def has(self, *fields: str) -> bool:
-        """Whether an adapter of the step changes one of these linears."""
-        return any(
-            getattr(layer, field) is not None for layer, _ in self._adapters for field in fields
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
