@@ -12,6 +12,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.core.answers.reasoning import find_marks
 from penstock.deployments.ingress.core.answers.tool_forms.table import support_of
+from penstock.deployments.ingress.core.call import LoraNames
 from penstock.deployments.ingress.core.errors import ServiceError
 from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
@@ -100,5 +101,6 @@ def load_core(config: ServeConfig) -> tuple[RequestCore, LocalEngine]:
         seed=config.engine.seed,
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
         pairs=pair_template(folder, config.engine, tokenizer),
+        adapters=LoraNames(() if engine.adapters is None else engine.adapters.names),
     )
     return RequestCore(runtime), backend

@@ -150,6 +150,19 @@ def gated_mlp(
     up.
     """
     both = linear(x, gate_up, out=inner[: x.shape[0]])
+    return gated_down(both, down, out, scales=scales, activation=activation, clamp=clamp)
+
+
+def gated_down(
+    both: Tensor,
+    down: PackedLinear,
+    out: Tensor,
+    *,
+    scales: Tensor | None = None,
+    activation: Activation = "silu",
+    clamp: Clamp | None = None,
+) -> Tensor:
+    """`gated_mlp` from `both` [T, 2I] on, gate and up, which are overwritten."""
     gate, _ = both.chunk(2, dim=1)
     if clamp is not None:
         product: Tensor | Int8Rows = swiglu(both, *clamp, out=gate)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from penstock.workers.adapter_options.options import AdapterOptions
 from penstock.workers.cpu_affinity import parse_cores
 from penstock.workers.errors import ConfigError
 from penstock.workers.hub_name import check_revision
@@ -387,6 +388,7 @@ class ExpertOptions:
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(
     ModelOptions,
+    AdapterOptions,
     DeviceOptions,
     KvOptions,
     BatchOptions,
@@ -418,6 +420,7 @@ class EngineConfig(
             )
         if self.score_tokens is not None:
             self._check_score_tokens(self.score_tokens)
+        self.check_adapters()
         self._check_group()
         try:
             _ = self.cores
@@ -446,6 +449,11 @@ class EngineConfig(
         if self.num_ranks == 1:
             return
         wanted = self.group_name
+        if self.enable_lora:
+            raise ConfigError(
+                f"{wanted} cannot be combined with enable_lora: leave one of them out, or merge "
+                "the adapter into the model"
+            )
         for name in ("async_scheduling", "cuda_graphs"):
             if self.device == "cuda" and getattr(self, name) == "on":
                 raise ConfigError(

@@ -265,6 +265,7 @@ class Request:
     is_continued: bool = False
     embeds: bool = False  # nothing is generated: its last delta has the `embedding` of the prompt
     cache_domain: bytes = b""  # cached prefixes are shared within a domain only
+    adapter: str = ""  # the name of a LoRA adapter; "": the model itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,18 @@ NO_FACTS = EngineFacts()
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterChange:
+    """An adapter of a model that is loaded, or, with `folder` None, dropped, by all its workers.
+
+    `number`: larger for each change.
+    """
+
+    number: int
+    name: str
+    folder: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Identity of a worker for one epoch: `epoch` and `token` are new at each start.
 
@@ -51,6 +63,10 @@ class WorkerInfo:
     model_digest: str = ""  # of the model's files (weights/model_digest.py); empty: unknown
     is_encrypted: bool = False  # its channel: an ingress connects by TLS
     engine: EngineFacts = NO_FACTS
+    adapters: tuple[str, ...] = ()  # names of its LoRA adapters
+    adapter_bytes: int = 0  # all of them, as they lie in memory
+    adapter_change: int = 0  # the number of the newest AdapterChange that it has made, or failed
+    adapter_failures: tuple[tuple[int, str], ...] = ()  # numbers of those that failed, and why
 
     @property
     def tokenizer_digest(self) -> str:

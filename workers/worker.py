@@ -10,6 +10,7 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.workers.channel.encrypted import TlsSource
@@ -17,10 +18,11 @@ from penstock.workers.channel.server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.progress import Report
-from penstock.workers.stats import WorkerInfo
+from penstock.workers.stats import AdapterChange, WorkerInfo
 from penstock.workers.weights.model_digest import model_digest, verified_folder
 
 if TYPE_CHECKING:
+    from penstock.workers.adapters.table import AdapterTable
     from penstock.workers.engine.group.far import FarRanks
     from penstock.workers.engine.thread import EngineThread
     from penstock.workers.experts.routed import RoutedExperts
@@ -37,15 +39,21 @@ class Worker:
     `stop`."""
 
     def __init__(
-        self, channel: ChannelServer, engine_thread: EngineThread, routed: RoutedExperts | None
+        self,
+        channel: ChannelServer,
+        engine_thread: EngineThread,
+        routed: RoutedExperts | None,
+        adapters: AdapterTable | None = None,
     ):
-        """Starts both. `routed`: the model's experts, where they come out of a cache.
+        """Starts both. `routed`: the model's experts, where they come out of a cache. `adapters`:
+        its LoRA adapters; None: they are off.
 
         Raises RuntimeError if the channel's port cannot be opened.
         """
         self._channel = channel
         self._engine_thread = engine_thread
         self._routed = routed
+        self._adapters = adapters
         engine_thread.start()
         channel.start(engine_thread)
 
@@ -62,20 +70,24 @@ class Worker:
         tls: TlsSource | None = None,
         report: Report | None = None,
         far: FarRanks | None = None,
+        changes: Sequence[AdapterChange] = (),
     ) -> Worker:
         """Load the model and open a port on `host`. Raises LoadError, ConfigError, RuntimeError.
 
         `announce`: as for ChannelServer. `experts`: manifest of the node's expert store; None: an
         expert cache, if there is one, has its own file. `remote_experts`: reads the experts of a
         store on another node. `tls`: as for ChannelServer. `report`: told of download and loading.
-        `far`: other machines with ranks of its group.
+        `far`: other machines with ranks of its group. `changes`: of its adapters, since the
+        configuration.
         """
-        from penstock.workers.engine.load import load_engine, thread_for  # this loads torch
+        from penstock.workers.adapters.changes import adapter_fields  # these load torch
+        from penstock.workers.engine.load import load_engine, thread_for
 
         digest = model_digest(verified_folder(config, report))
         log.info("model %s: digest %s", config.model, digest)
         engine = load_engine(config, experts, remote_experts, report, far)
-        model = engine.model
+        model, adapters = engine.model, engine.adapters
+        own = {} if adapters is None else adapter_fields(adapters, changes)
         channel = ChannelServer(
             host,
             model_name,
@@ -89,6 +101,7 @@ class Worker:
             engine=engine.facts,
             tls=tls,
         )
+        channel.info = replace(channel.info, **own)
         # If the engine fails, its requests end at once; Serve's health check, which replaces this
         # worker, comes later.
         engine_thread = thread_for(
@@ -97,7 +110,7 @@ class Worker:
         # Objects made while loading live as long as the worker; scanning them would delay steps.
         gc.collect()
         gc.freeze()
-        return cls(channel, engine_thread, model.routed)
+        return cls(channel, engine_thread, model.routed, adapters)
 
     @property
     def info(self) -> WorkerInfo:
@@ -114,6 +127,13 @@ class Worker:
                 f"no token was computed for {self._engine_thread.stalled_s:.0f} s, although there "
                 "is work"
             )
+
+    def change_adapters(self, changes: Sequence[AdapterChange]) -> None:
+        """Load and drop adapters, and tell of it with the next heartbeat. Blocks while it reads."""
+        if self._adapters is not None:
+            from penstock.workers.adapters.changes import adapter_fields
+
+            self._channel.update_info(**adapter_fields(self._adapters, changes, self.info))
 
     def hottest_experts(self, at_most: int) -> list[tuple[int, int, int]]:
         """(layer, expert, number of steps that needed it), the most needed first."""

@@ -43,6 +43,7 @@ from penstock.deployments.security.quotas import QuotaLimiter, check_quotas
 from penstock.deployments.security.watch import KeyFileWatch
 from penstock.deployments.state.embedded.folder import FolderInUse
 from penstock.deployments.state.factory import open_store
+from penstock.deployments.supervision.adapter_control import AdapterControl
 from penstock.deployments.supervision.view import ClusterView
 
 ERRORS_S = 1.0  # after the drain, for errors to reach clients
@@ -179,6 +180,11 @@ async def open_listeners(
         metrics=MetricsPage(collector).text if config.api_metrics else None,
         fields=fields,
         reload_stores=partial(reload_stores, config.app_name),
+        adapters=AdapterControl(
+            config.app_name,
+            {each.config.model_name: each.config.engine.adapter_folders for each in models},
+            has_key=any(each.config.key for each in models),
+        ),
     )
     http = _http_server(config, app, core, connections, certificates)
     listener = _listen(config.host, config.http_port)

@@ -14,6 +14,7 @@ from penstock.deployments.ingress.core.answers.reasoning import find_marks
 from penstock.deployments.ingress.core.answers.tool_forms.table import support_of
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls
+from penstock.deployments.ingress.core.call import LoraNames
 from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.tracing import Tracer
@@ -41,6 +42,11 @@ class IngressModel:
         """Its workers: where there is one model, all."""
         name = self.config.model_name
         return [info for info, _ in view.workers if not self.config.key or info.model == name]
+
+    def adapters_in(self, view: ClusterView) -> tuple[str, ...] | None:
+        """The adapters that all its workers have; None: it has no worker."""
+        of_each = [set(info.adapters) for info in self.workers_in(view) if not info.is_draining]
+        return tuple(sorted(set.intersection(*of_each))) if of_each else None
 
     def update(self, view: ClusterView, num_ingresses: int) -> None:
         """Follow the registry's newest view. `num_ingresses`: living ones, with this one."""
@@ -87,6 +93,9 @@ async def _runtime(model: IngressModel) -> ModelRuntime:
         shares_prefixes=config.prefix_sharing == "all",
         sampling_defaults=read_sampling_defaults(folder, config.engine.generation_config),
         pairs=pair_template(folder, config.engine, tokenizer),
+        adapters=LoraNames(
+            tuple(config.engine.adapter_folders), may_change=config.engine.lora_runtime_updates
+        ),
     )
 
 

@@ -175,6 +175,10 @@ class IngressReplica:
                 for each, runtime in zip(self._models, runtimes, strict=True):
                     each.update(view, len(view.ingresses))
                     runtime.metrics.keep(info.address for info in each.workers_in(view))
+                    if each.config.engine.enable_lora:
+                        names = each.adapters_in(view)
+                        if names is not None:
+                            runtime.served.adapters.names = names
             if self._view.is_draining:
                 self._start_drain()
             lacks = any(each.pool.num_connected < each.config.min_workers for each in self._models)

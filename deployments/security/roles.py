@@ -85,6 +85,8 @@ ROUTES: dict[tuple[str, str], Need] = {
     ("GET", "/load"): Role.METRICS,
     ("GET", "/v1/penstock/queue"): Role.QUEUE,
     ("POST", "/v1/penstock/experts/reload"): Role.ADMIN,
+    ("POST", "/v1/load_lora_adapter"): Role.ADMIN,
+    ("POST", "/v1/unload_lora_adapter"): Role.ADMIN,
 }
 
 # By full name of the method.

@@ -26,7 +26,7 @@ from penstock.deployments.supervision.view import (
     StartingWorker,
     short_node,
 )
-from penstock.workers.stats import EngineStats, WorkerInfo
+from penstock.workers.stats import AdapterChange, EngineStats, WorkerInfo
 
 EXPIRY_S = 3.0  # without a heartbeat: no longer listed
 START_EXPIRY_S = 10.0  # the same for a worker that starts: loading may hold up its other threads
@@ -60,12 +60,34 @@ class Registry:
         self._scaling: dict[str, ScaleReport] = {}  # by deployment
         self._scale_changes: deque[ScaleReport] = deque(maxlen=MAX_CHANGES)
         self._generation, self._digest = 0, ""  # of the newest deployment
+        self._adapters: dict[str, dict[str, AdapterChange]] = {}  # by model and name
+        self._adapter_number = 0  # of the newest change
 
-    def worker_beat(self, info: WorkerInfo, stats: EngineStats) -> None:
-        """Heartbeat of a worker, also while it drains; late ones of ended epochs are ignored."""
+    def worker_beat(self, info: WorkerInfo, stats: EngineStats) -> tuple[AdapterChange, ...]:
+        """Heartbeat of a worker, also while it drains; late ones of ended epochs are ignored.
+
+        Returns the changes of its adapters that it has not made yet.
+        """
         self._starting.pop((info.node, info.pid), None)
         if info.epoch not in self._left:
             self._workers[info.epoch] = (self._clock(), info, stats)
+        changes = self._adapters.get(info.model, {}).values()
+        return tuple(each for each in changes if each.number > info.adapter_change)
+
+    def change_adapter(self, model: str, name: str, folder: str | None) -> int:
+        """Have all workers of `model` load an adapter, or with `folder` None drop it, also those
+        that start later. Returns the number of the change."""
+        # By the clock of the day, so that they grow on after a restart of this process.
+        number = max(self._adapter_number + 1, time.time_ns() // 1_000_000)
+        self._adapter_number = number
+        changes = self._adapters.setdefault(model, {})
+        changes.pop(name, None)
+        changes[name] = AdapterChange(number, name, folder)
+        return number
+
+    def adapter_changes(self, model: str) -> tuple[AdapterChange, ...]:
+        """The newest change of each adapter of `model`, in their order."""
+        return tuple(self._adapters.get(model, {}).values())
 
     def worker_starts(self, worker: StartingWorker) -> None:
         """Heartbeat of a worker that fetches or loads the model."""
@@ -178,8 +200,17 @@ class RegistryClient:
         self._name = f"{app_name}-registry"
         self._handle: Any = None
 
-    async def worker_beat(self, info: WorkerInfo, stats: EngineStats) -> None:
-        await self._call("worker_beat", info, stats)
+    async def worker_beat(self, info: WorkerInfo, stats: EngineStats) -> tuple[AdapterChange, ...]:
+        changes: tuple[AdapterChange, ...] = await self._call("worker_beat", info, stats)
+        return changes
+
+    async def adapter_changes(self, model: str) -> tuple[AdapterChange, ...]:
+        changes: tuple[AdapterChange, ...] = await self._call("adapter_changes", model)
+        return changes
+
+    async def change_adapter(self, model: str, name: str, folder: str | None) -> int:
+        number: int = await self._call("change_adapter", model, name, folder)
+        return number
 
     async def ingress_beat(self, info: IngressInfo) -> ClusterView:
         view: ClusterView = await self._call("ingress_beat", info)

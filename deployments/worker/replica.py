@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from penstock.deployments.worker.start_reports import StartReports
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.experts.expert_file import copies_for
 from penstock.workers.quantization import int4_options
-from penstock.workers.stats import EngineStats, WorkerInfo
+from penstock.workers.stats import AdapterChange, EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class WorkerReplica:
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
         self._store: StoreHeartbeat | None = None
+        self._is_changing = False  # adapters are being loaded or dropped
         self._node = short_node(ray.get_runtime_context().get_node_id())
         await asyncio.to_thread(self._load, config, host, env_vars)
 
@@ -89,6 +90,9 @@ class WorkerReplica:
         if client is not None:
             manifest = client.manifest_for_start()
             far = None if client.is_on_this_node() else RemoteExperts(client, manifest)
+        changes = ()
+        if config.engine.enable_lora:
+            changes = self._registry.call_now("adapter_changes", config.model_name)
         self._worker = Worker.load(
             config.engine,
             model_name=config.model_name,
@@ -99,6 +103,7 @@ class WorkerReplica:
             tls=tls,
             report=starting,
             far=machines,
+            changes=changes,
         )
         if client is not None and manifest is not None:
             self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
@@ -111,7 +116,18 @@ class WorkerReplica:
         """
         if self._store is not None and stats.experts is not None:
             self._store.begin_heartbeat(info.epoch, stats.experts)
-        await self._registry.worker_beat(replace(info, node=self._node), stats)
+        changes = await self._registry.worker_beat(replace(info, node=self._node), stats)
+        worker = getattr(self, "_worker", None)  # None: it is about to start
+        if changes and worker is not None and not self._is_changing:
+            self._is_changing = True
+            # A large adapter takes longer than a heartbeat may.
+            self._change = asyncio.ensure_future(self._change_adapters(worker, changes))
+
+    async def _change_adapters(self, worker: Worker, changes: Sequence[AdapterChange]) -> None:
+        try:
+            await asyncio.to_thread(worker.change_adapters, changes)
+        finally:
+            self._is_changing = False
 
     def check_health(self) -> None:
         self._worker.check_health()

@@ -42,6 +42,7 @@ ELSEWHERE = {
 # Read by test_blocks.py only: what they need is not in a test's reach, or they are parts.
 NOT_RUN = {
     ("docs/guide/python-client.md", 1),  # goes on with the client of the block before
+    ("docs/guide/adapters.md", 0),  # one call, with an adapter of its own
     ("docs/guide/embeddings.md", 0),  # a model of the hub
     ("docs/guide/several-models.md", 0),  # one call, with "..." for its messages
     ("docs/operations/batch.md", 0),  # a file of requests

@@ -62,6 +62,7 @@ def submit_message(
         is_continued=request.is_continued,
         cache_domain=request.cache_domain,
         embeds=request.embeds,
+        adapter=request.adapter,
     )
 
 
@@ -96,6 +97,7 @@ def request_from(submit: pb.Submit, request_id: str) -> Request:
         is_continued=submit.is_continued,
         cache_domain=submit.cache_domain,
         embeds=submit.embeds,
+        adapter=submit.adapter,
     )
 
 

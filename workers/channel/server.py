@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import request_from
@@ -196,6 +196,15 @@ class ChannelServer:
         for request_id in left:
             self._cancel(request_id)
         log.info("ingress %s left (%s); %d requests cancelled", peer.name, why, len(left))
+
+    def update_info(self, **fields: Any) -> None:
+        """Change fields of `info`, and have a heartbeat tell of it at once; from any thread."""
+
+        def update() -> None:
+            self.info = replace(self.info, **fields)
+            self._heartbeat_due.set()
+
+        self._loop.call_soon_threadsafe(update)
 
     def _begin_drain(self) -> None:
         self.info = replace(self.info, is_draining=True)

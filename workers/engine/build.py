@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock.workers.adapters.table import AdapterTable
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import log_memory, step_memory
 from penstock.workers.engine.speculation import drafting_of
@@ -55,6 +56,7 @@ class EngineParts:
     executor: Executor
     max_model_len: int
     rates: Rates | None
+    adapters: AdapterTable | None
 
 
 def build_parts(
@@ -64,12 +66,16 @@ def build_parts(
     capture: Capture | None,
     speculation: tuple[Proposer, Widths] | None = None,
 ) -> EngineParts:
-    """The connected parts. Raises ConfigError where memory is short. Arguments: those of Engine."""
+    """The connected parts. Raises ConfigError where memory is short, and LoadError where an adapter
+    cannot be read. Arguments: those of Engine."""
     check_length(config.max_model_len, model.config.max_position_embeddings)
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     layout = block_layout(config, model, kv)
     sizes = graph_sizes(config, model, capture is not None)
-    memory = step_memory(config, layout, model, 0 if sizes is None else sizes.num_bytes)
+    adapters = adapters_of(config, model)
+    reserved = 0 if adapters is None else adapters.reserved_bytes - adapters.num_bytes
+    graph_bytes = 0 if sizes is None else sizes.num_bytes
+    memory = step_memory(config, layout, model, graph_bytes, other_bytes=reserved)
     log_memory(config, memory)
     cache = KVCache(
         memory.pool,
@@ -110,7 +116,17 @@ def build_parts(
     if config.host_kv_gb is not None:
         cache.swap, rates = host_swap(config, memory.arena, executor.run_rows, most_rows)
         memory.pool.on_evict = cache.swap.keep
-    return EngineParts(memory, cache, scheduler, executor, max_model_len, rates)
+    return EngineParts(memory, cache, scheduler, executor, max_model_len, rates, adapters)
+
+
+def adapters_of(config: EngineConfig, model: Decoder) -> AdapterTable | None:
+    """Those of the configuration, loaded; None: adapters are off. Raises LoadError."""
+    if not config.enable_lora:
+        return None
+    table = AdapterTable(model.config, model.device, config.max_loras, config.max_lora_rank)
+    for name, folder in config.adapter_folders.items():
+        table.load(name, folder)
+    return table
 
 
 def _device_name(device: torch.device) -> str | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from penstock.kernels.attention import backend_name
+from penstock.workers.adapters.packed import Adapter
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.build import build_parts, wants_async_scheduling
@@ -74,6 +75,7 @@ class Engine:
         self.memory, self.cache, self.scheduler = parts.memory, parts.cache, parts.scheduler
         self.arena, self.pool = parts.memory.arena, parts.memory.pool
         self.executor, self.max_model_len = parts.executor, parts.max_model_len
+        self.adapters = parts.adapters
         self.totals = Totals(rates=parts.rates)
         self.times = StepTimes()
         self.async_scheduling = wants_async_scheduling(
@@ -141,10 +143,24 @@ class Engine:
             context=checked.context,
             moe_mode=checked.moe_mode,
             pooling=self.pooling.kind,
+            adapter=self._adapter_of(request),
         )
         self._num_added += 1
         self._sequences[request.request_id] = seq
         self.scheduler.add(seq)
+
+    def _adapter_of(self, request: Request) -> Adapter | None:
+        """The adapter that `request` names; None: it wants the model. Raises RequestError."""
+        if not request.adapter:
+            return None
+        found = None if self.adapters is None else self.adapters.find(request.adapter)
+        if found is None:
+            raise RequestError(
+                f"this worker has no adapter named {request.adapter!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return found
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks, at once or when the step that uses them is read.

@@ -23,13 +23,20 @@ CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs need the rest
 
 
 def step_memory(
-    config: EngineConfig, layout: BlockLayout, model: Decoder, extra_bytes: int = 0
+    config: EngineConfig,
+    layout: BlockLayout,
+    model: Decoder,
+    extra_bytes: int = 0,
+    *,
+    other_bytes: int = 0,
 ) -> StepMemory:
     """The arena with its pool, and the activations and logits of a step in it.
 
     The reserve has room for a row of each sequence, so that a step is possible however full the
     pool is, and for some rows of drafts; with separate activations, for the largest step.
-    `extra_bytes` of it stay free, after the scratch blocks. Raises ConfigError if memory is short.
+    `extra_bytes` of it stay free, after the scratch blocks. `other_bytes` of the device are left to
+    adapters that are loaded later, where the size follows from its free memory. Raises ConfigError
+    if memory is short.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
     is_separate = config.activation_memory == "separate"
@@ -39,7 +46,7 @@ def step_memory(
         reserve_tokens += most_pending(config)
     reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(most_rows)
     reserve_bytes += scratch_bytes(config, layout) + extra_bytes
-    num_blocks = _num_blocks(config, layout, model, reserve_bytes)
+    num_blocks = _num_blocks(config, layout, model, reserve_bytes, other_bytes)
     num_borrowed = blocks_to_borrow(
         plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
     )
@@ -76,7 +83,7 @@ def log_memory(config: EngineConfig, memory: StepMemory) -> None:
 
 
 def _num_blocks(
-    config: EngineConfig, layout: BlockLayout, model: Decoder, reserve_bytes: int
+    config: EngineConfig, layout: BlockLayout, model: Decoder, reserve_bytes: int, other_bytes: int
 ) -> int:
     """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
 
@@ -90,7 +97,7 @@ def _num_blocks(
     if config.kv_cache_gb is not None:
         budget = config.kv_cache_gb * 2**30
     elif device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_FRACTION
+        budget = (torch.cuda.mem_get_info(device)[0] - other_bytes) * GPU_KV_FRACTION
     else:
         budget = total_memory_bytes() * CPU_KV_FRACTION / config.num_ranks
     num_blocks = min(int((budget - reserve_bytes) // layout.block_bytes), useful)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
+from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
 from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cpu_replay import DecodeReplay
@@ -80,7 +81,10 @@ class Executor:
     ) -> StepOutput:
         """Launch the forward pass and the sampling of `step`, and time both."""
         batch, clock = step.batch, self.clock
-        if self.graphs is not None and step.samples_all and self.graphs.takes(batch):
+        adapters = None
+        if step.adapted:
+            adapters = StepAdapters(step.adapted, self.model.device)
+        elif self.graphs is not None and step.samples_all and self.graphs.takes(batch):
             return self._replay(self.graphs, step, before)
         token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
         inputs = batch.inputs(self._put)
@@ -89,7 +93,7 @@ class Executor:
         moe_rows = None
         if self.model.routed is not None:
             moe_rows = StepRows.of(step.moe_spans, self.model.device)
-        hidden = self.hidden(token_ids, positions, inputs, workspace, moe_rows)
+        hidden = self.hidden(token_ids, positions, inputs, workspace, moe_rows, adapters)
         hidden_s = clock()
         if moe_rows is not None and self.model.routed is not None:
             self.model.routed.count_neurons(*count_neurons(step.chunks, moe_rows))
@@ -147,9 +151,13 @@ class Executor:
         inputs: AttentionInputs,
         workspace: Workspace,
         moe_rows: StepRows | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
-        """`Decoder.forward`; on a CPU, a batch of decode rows is replayed instead."""
+        """`Decoder.forward`; on a CPU, a batch of decode rows without adapters is replayed
+        instead, with the same bits."""
         self.model.begin(token_ids, positions, inputs, workspace, moe_rows)
+        if adapters is not None:
+            return self.model.run_layers(inputs, self.kv_layers, workspace, adapters)
         if self.replay is None or not self.replay.suits(inputs):
             return self.model.run_layers(inputs, self.kv_layers, workspace)
         self.replay.run_layers(inputs, workspace)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.workers.adapters.packed import Adapter
 from penstock.workers.execution.batch import HostBatch, host_batch
 from penstock.workers.experts.modes import Span, StepRows
 from penstock.workers.request import TokenLogprob
@@ -103,6 +104,7 @@ class PreparedStep:
     prompts: list[PromptRows]
     chunks: list[Chunk]
     pooled: list[PooledRows] = field(default_factory=list)
+    adapted: list[tuple[Adapter, int, int]] = field(default_factory=list)  # first and end of rows
 
     @property
     def moe_spans(self) -> list[Span]:
@@ -171,7 +173,7 @@ def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> Prepare
     last_rows: list[int] = []
     rows: list[RowSampling] = []
     row_of: dict[Sequence, int] = {}
-    prompts, pooled = [], []
+    prompts, pooled, adapted = [], [], []
     for i, chunk in enumerate(plan.chunks):
         if _reports_prompt(chunk.seq):
             prompts.append(PromptRows.of(i, chunk, first))
@@ -182,8 +184,10 @@ def prepare(plan: Plan, before: StepInFlight | None, block_size: int) -> Prepare
             row_of[chunk.seq] = len(rows)
             last_rows += range(first + chunk.length - 1, first + chunk.num_rows)
             rows += [row_sampling(chunk.seq, chunk.drafts[:n]) for n in range(chunk.num_samples)]
+        if chunk.seq.adapter is not None:
+            adapted.append((chunk.seq.adapter, first, first + chunk.num_rows))
         first += chunk.num_rows
-    return PreparedStep(batch, last_rows, row_of, rows, prompts, plan.chunks, pooled)
+    return PreparedStep(batch, last_rows, row_of, rows, prompts, plan.chunks, pooled, adapted)
 
 
 def _reports_prompt(seq: Sequence) -> bool:

@@ -11,6 +11,7 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows, num_groups
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rms_norm_int8
 from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
@@ -18,6 +19,7 @@ from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import AttentionInputs, LogitScaling, Turn
+from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope, write_query_scales
 from penstock.workers.models.weight_summary import linears_of, weight_facts
 from penstock.workers.stats import RankStats
@@ -137,9 +139,14 @@ class Decoder:
             ws.residual.mul_(self._embedding_scale)
 
     def run_layers(
-        self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
+        self,
+        inputs: AttentionInputs,
+        kv_layers: Sequence[PagedKv],
+        ws: Workspace,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
-        """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]."""
+        """The rest of `forward`, after `begin`: `ws.normed` [T, hidden]. `adapters`: of rows that
+        have one."""
         of_form = {  # the codes lie in the same memory, whatever groups they have
             form: Int8Rows.inside(ws.normed, form[0], ws.row_scales, hadamard=form[1])
             for form in set(self._row_forms)
@@ -152,16 +159,32 @@ class Decoder:
             rolled = inputs.rolling.split(q_sink, inputs.num_decode)
         turns = Turn.all_in(ws, len(self.ropes))
         x = self._first_norm(self.layers[0].attention_norm, ws, rows[0])
-        for layer, rope, next_norm, mlp_rows, next_rows, cache in zip(
-            self.layers, self._ropes_of, self._next_norms, rows[1::2], rows[2::2], kv_layers,
-            strict=True,
+        for index, layer, rope, next_norm, mlp_rows, next_rows, cache in zip(
+            range(len(self.layers)), self.layers, self._ropes_of, self._next_norms, rows[1::2],
+            rows[2::2], kv_layers, strict=True,
         ):  # fmt: skip
             turn = None if rope is None else turns[rope]
-            y = layer.attention(x, ws, inputs, cache, turn, rolled)
+            own = None if adapters is None else adapters.layer(index)
+            if own is None:
+                y = layer.attention(x, ws, inputs, cache, turn, rolled)
+            else:
+                plain = self._plain(x, layer.attention_norm, ws)
+                y = layer.attention.adapted(x, plain, ws, inputs, cache, turn, rolled, own)
             x = self._add_norm(y, layer.attention_out_norm, layer.mlp_norm, ws, mlp_rows)
-            y = layer.mlp(x, ws)
+            if own is None or isinstance(layer.mlp, MoeMlp):
+                y = layer.mlp(x, ws)
+            else:
+                y = layer.mlp.adapted(x, self._plain(x, layer.mlp_norm, ws), ws, own)
             x = self._add_norm(y, layer.mlp_out_norm, next_norm, ws, next_rows)
         return ws.normed
+
+    def _plain(self, x: Tensor | Int8Rows, weight: Tensor | None, ws: Workspace) -> Tensor:
+        """`x`, which is the norm of the residual stream, not quantised: for adapters."""
+        if isinstance(x, Tensor):
+            return x
+        if weight is None:
+            return ws.residual
+        return rms_norm(ws.residual, weight, self.config.rms_norm_eps)
 
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""

@@ -13,9 +13,9 @@ from penstock.kernels.attention import (
     write_kv,
 )
 from penstock.kernels.matmul import linear
-from penstock.kernels.moe import gated_mlp
+from penstock.kernels.moe import gated_down, gated_mlp
 from penstock.kernels.quant import Int8Rows
-from penstock.kernels.rowwise import quantize_int8, rms_norm, rope_to, soft_cap_
+from penstock.kernels.rowwise import act_mul, quantize_int8, rms_norm, rope_to, soft_cap_
 from penstock.kernels.types import (
     Activation,
     DecodeBatch,
@@ -24,6 +24,7 @@ from penstock.kernels.types import (
     PrefillBatch,
     Rolling,
 )
+from penstock.workers.adapters.step import Deltas, LayerRows
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
 
@@ -164,6 +165,26 @@ class Attention:
         )
         return linear(rows_for(self.o, attended, workspace), self.o, out=workspace.projected)
 
+    def adapted(
+        self,
+        x: Tensor | Int8Rows,
+        plain: Tensor,
+        workspace: Workspace,
+        inputs: AttentionInputs,
+        kv: PagedKv,
+        turn: Turn | None,
+        rolled: RolledRows | None,
+        adapters: LayerRows,
+    ) -> Tensor:
+        """`__call__` with the additions of `adapters`. `plain` [T, hidden]: `x`, not quantised."""
+        attended = self.attend(
+            x, workspace, inputs, kv, turn, rolled, qkv=workspace.qkv, attended=workspace.attended,
+            deltas=adapters.deltas("qkv", plain),
+        )  # fmt: skip
+        deltas = adapters.deltas("o", attended)  # before its rows are rounded to int8 in place
+        out = linear(rows_for(self.o, attended, workspace), self.o, out=workspace.projected)
+        return deltas.add_to(out)
+
     def attend(
         self,
         x: Tensor | Int8Rows,
@@ -175,11 +196,15 @@ class Attention:
         *,
         qkv: Tensor,
         attended: Tensor,
+        deltas: Deltas | None = None,
     ) -> Tensor:
         """The heads' output before the projection, in `attended` [T, heads * head_dim]; q, k and v
-        lie in `qkv` meanwhile."""
+        lie in `qkv` meanwhile. `deltas`: added to them first."""
         num_tokens = x.shape[0]
-        qkv = linear(x, self.qkv, out=qkv).view(num_tokens, -1, self.head_dim)
+        qkv = linear(x, self.qkv, out=qkv)
+        if deltas is not None:
+            deltas.add_to(qkv)
+        qkv = qkv.view(num_tokens, -1, self.head_dim)
         q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
         if self.qk_norms is not None:
             q, k = self._normed(q, 0, self.qk_norms), self._normed(k, 1, self.qk_norms)
@@ -269,6 +294,24 @@ class Mlp:
             scales=workspace.row_scales,
             activation=self.activation,
         )
+
+    def adapted(
+        self, x: Tensor | Int8Rows, plain: Tensor, workspace: Workspace, adapters: LayerRows
+    ) -> Tensor:
+        """`__call__` with the additions of `adapters`. `plain` [T, hidden]: `x`, not quantised."""
+        deltas = adapters.deltas("gate_up", plain)
+        both = deltas.add_to(linear(x, self.gate_up, out=workspace.gate_up[: x.shape[0]]))
+        deltas = adapters.deltas("down", both, self._product)
+        out = gated_down(
+            both, self.down, workspace.normed, scales=workspace.row_scales,
+            activation=self.activation,
+        )  # fmt: skip
+        return deltas.add_to(out)
+
+    def _product(self, both: Tensor) -> Tensor:
+        """activation(gate) * up of `both` [T, 2I], in new memory: [T, I]."""
+        gate = both.new_empty(both.shape[0], both.shape[1] // 2)
+        return act_mul(both, gate, self.activation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from penstock.workers.models.shards.shard import Shard, Span, cut
 from penstock.workers.quantization import QuantizedFormat, WeightPlan
 from penstock.workers.weights.joined import joined, selected
 from penstock.workers.weights.sources import DTYPES, WeightSource, planned
+from penstock.workers.weights.turned import rows_in_halves
 
 Weight = Tensor | QuantizedWeight  # [out, in]
 
@@ -98,9 +99,7 @@ class Linears:
         """Which of the stored outputs of a linear are computed here, in which order."""
         rows = torch.arange(size, device=self.source.device)
         if self.turns_neighbours and module.endswith((".q_proj", ".k_proj")):
-            heads = rows.view(-1, self.config.head_dim)
-            turning, rest = heads.tensor_split([self.config.rotary_dim], dim=1)
-            rows = torch.cat([turning[:, 0::2], turning[:, 1::2], rest], dim=1).flatten()
+            rows = rows_in_halves(rows, self.config.head_dim, self.config.rotary_dim)
         span = None if self.shard is None else self.shard.rows_of(module)
         return rows if span is None else rows[span.first : span.end]
 

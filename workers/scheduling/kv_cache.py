@@ -210,12 +210,14 @@ class KVCache:
     def _root_of(self, seq: Sequence) -> bytes:
         """First key of the chain of `seq`: by its domain, so that no tenant finds another's blocks.
 
-        Inexact experts have another key, too: their K and V differ.
+        Inexact experts and adapters have other keys, too: their K and V differ.
         """
         mode, domain = seq.moe_mode, seq.request.cache_domain
-        if mode == "exact" and not domain:
-            return self._root
-        return self._key(self._root, mode.encode() + b"\0" + domain)
+        root = self._root
+        if mode != "exact" or domain:
+            root = self._key(root, mode.encode() + b"\0" + domain)
+        # Its length is no multiple of 4, so that it is not the key of any token ids.
+        return root if seq.adapter is None else self._key(root, b"adapter" + seq.adapter.digest)
 
     def _find_prefix(self, seq: Sequence) -> Hit:
         """The most tokens of `seq` whose K and V need not be computed again."""

@@ -9,6 +9,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.workers.adapters.packed import Adapter
 from penstock.workers.context_policy import FULL, Context
 from penstock.workers.errors import InvariantError
 from penstock.workers.memory.block_pool import ContentKey
@@ -48,6 +49,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "arrived_s",
         "block_keys",
         "block_table",
@@ -98,8 +100,10 @@ class Sequence:
         context: Context = FULL,
         moe_mode: str = "exact",
         pooling: str = "last",
+        adapter: Adapter | None = None,
     ):
         self.request = request
+        self.adapter = adapter  # of its linears, until it ends, whatever becomes of the name
         self.pooling = pooling
         self.pooled: NDArray[np.float64] | None = None
         self.num_pooled_tokens = 0  # they stay pooled when K and V are computed again

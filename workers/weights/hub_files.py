@@ -229,7 +229,8 @@ def _check_is_checkpoint(name: HubName, folder: Path, cache: str) -> None:
         )
     if "adapter_config.json" in sizes:
         raise LoadError(
-            f"model {name} is a LoRA adapter; merge it into its base model, and serve the result"
+            f"model {name} is a LoRA adapter: serve its base model with --enable-lora "
+            "--lora-modules NAME=FOLDER (docs/guide/adapters.md)"
         )
     raise LoadError(f"model {name}: the repository has no config.json, so it is no language model")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,14 @@ def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
+class LoraNames:
+    """The LoRA adapters of a model that all its workers have; the heartbeat replaces `names`."""
+
+    def __init__(self, names: Sequence[str] = (), *, may_change: bool = False):
+        """`may_change`: clients may load and drop adapters."""
+        self.names, self.may_change = tuple(names), may_change
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """What clients may know of a model. `max_model_len`: most tokens of prompt and answer.
@@ -49,11 +57,29 @@ class ServedModel:
     other_names: tuple[str, ...] = ()
     tool_call_parser: str = PLAIN
     scores_pairs: bool = False
+    parent: str = ""  # of an adapter: the name of its model
+    adapters: LoraNames = field(default_factory=LoraNames, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that clients are told."""
-        return (self.name, *(name for name in self.other_names if name != ANY_NAME))
+        """Those that clients are told, of adapters, too."""
+        own = (name for name in self.other_names if name != ANY_NAME)
+        return (self.name, *own, *self.adapters.names)
+
+    @property
+    def model(self) -> str:
+        """The name of the model itself."""
+        return self.parent or self.name
+
+    def adapter(self, name: str | None) -> str:
+        """`name` if that is an adapter; "": it is the model's."""
+        own = name in (None, "", self.name) or name in self.other_names
+        return "" if own or name not in self.adapters.names else name or ""
+
+    def named(self, name: str | None) -> ServedModel:
+        """What clients know under `name`: an adapter has answers of its own name."""
+        adapter = self.adapter(name)
+        return replace(self, name=adapter, other_names=(), parent=self.name) if adapter else self
 
     @property
     def has_any_name(self) -> bool:

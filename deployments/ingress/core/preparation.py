@@ -119,6 +119,7 @@ class Preparation:
                 "" if how.shares_prefixes else context.principal, call.options.cache_salt
             ),
             embeds=call.options.embeds,
+            adapter=model.adapter(call.options.model),
         )
         weight = 1.0 if self.billing is None else self.billing.weight(context.principal)
         if not has_features:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSupport, support_of
 from penstock.deployments.ingress.core.backend import Learner, TokenBackend
-from penstock.deployments.ingress.core.call import ServedModel
+from penstock.deployments.ingress.core.call import LoraNames, ServedModel
 from penstock.deployments.ingress.core.preparation import Preparation, PreparationSettings
 from penstock.deployments.ingress.core.request_metrics import RequestMetrics
 from penstock.deployments.ingress.core.text_pool import TextPool
@@ -41,6 +41,7 @@ class ModelRuntime:
         shares_prefixes: bool = False,
         sampling_defaults: SamplingDefaults | None = None,
         pairs: PairTemplate | None = None,
+        adapters: LoraNames | None = None,
     ):
         """`other_names`: of the model, as in ServedModel.
         `learner`: receives the length of each answer; without one, requests carry no features.
@@ -50,7 +51,8 @@ class ModelRuntime:
         `seed`: of the seeds of requests that bring none. `longest_wait_s`: until a worker computes
         a request, in seconds; None: a request may wait until its own deadline. `shares_prefixes`:
         tenants share cached prompts. `sampling_defaults`: the model's own; None: it has none.
-        `pairs`: how a reranker reads them; None: the model is none."""
+        `pairs`: how a reranker reads them; None: the model is none.
+        `adapters`: its LoRA adapters; None: it has none."""
         self.tokenizer = tokenizer
         self.backend = backend
         self.learner = learner
@@ -64,6 +66,7 @@ class ModelRuntime:
             other_names=other_names,
             tool_call_parser=self.tools.name,
             scores_pairs=pairs is not None,
+            adapters=adapters or LoraNames(),
         )
         self.metrics = RequestMetrics(model_name, max_model_len)
         self.was_ready = False  # its workers have taken requests, at some time

@@ -121,7 +121,7 @@ class RequestCore:
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name. Raises RequestError model_not_found."""
-        return self._runtime(name).served
+        return self._runtime(name).served.named(name)
 
     def named(self, name: str | None) -> ModelRuntime:
         """The model with that name, or the one that takes any name, or the first.

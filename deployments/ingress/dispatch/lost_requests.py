@@ -117,4 +117,5 @@ def fingerprint(admission: AdmissionRequest, model: str = "") -> bytes:
     params = replace(request.params, seed=None, prompt_logprobs=None)
     content: tuple[object, ...] = (admission.features.tenant, request.prompt_ids, params)
     content = (model, *content) if model else content
+    content = (request.adapter, *content) if request.adapter else content
     return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()

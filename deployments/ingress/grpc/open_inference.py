@@ -76,7 +76,7 @@ class _OpenInference(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> pb.ModelReadyResponse:
         async with answering(context, self._errors):
             model = self._model(request.name, request.version)
-            is_there = model.name not in self._core.models_without_worker()
+            is_there = model.model not in self._core.models_without_worker()
             return pb.ModelReadyResponse(ready=is_there and not self._core.is_stopping)
 
     async def ServerMetadata(

@@ -47,6 +47,8 @@ from penstock.deployments.ingress.http.static import (
     API_PAGE_HEADERS,
     add_console_routes,
 )
+from penstock.deployments.ingress.http.status import adapters as adapter_routes
+from penstock.deployments.ingress.http.status.adapters import LoraControl, add_adapter_routes
 from penstock.deployments.ingress.http.status.cluster import View, Workers, add_status_route
 from penstock.deployments.ingress.http.status.experts import ReloadStores, add_reload_route
 from penstock.deployments.ingress.http.status.queue import add_queue_route
@@ -55,7 +57,7 @@ from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.workers.request import RequestError
 
-_APIS = (openai, anthropic, responses, embeddings, tokenize, batches, job_reports)
+_APIS = (openai, anthropic, responses, embeddings, tokenize, batches, job_reports, adapter_routes)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' plain text
 # Of answers, beside those that every page may read.
 EXPOSED_HEADERS = (
@@ -87,6 +89,7 @@ def build_app(
     metrics: Callable[[], bytes] | None = None,
     fields: FieldPolicy | None = None,
     reload_stores: ReloadStores | None = None,
+    adapters: LoraControl | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -101,7 +104,7 @@ def build_app(
     them, from any thread; None: there is no /metrics, /ping or /load.
     `fields`: what is done with fields of bodies that are not served; None: they are refused.
     `reload_stores`: has the expert stores read their experts again; None: there are
-    none.
+    none. `adapters`: has workers load and drop LoRA adapters; None: none can.
     """
     calls = None if journals is None else JournalledCalls(journals)
     jobs, keys, fields = jobs or JobBoard(), keys or ApiKeys(), fields or FieldPolicy()
@@ -154,6 +157,7 @@ def build_app(
     add_queue_route(app, core, gates, admission)
     add_request_route(app, core, gates)
     add_reload_route(app, reload_stores)
+    add_adapter_routes(app, core, adapters)
     _add_service_routes(app, core, view)
     if metrics is not None:
         _add_metric_routes(app, core, view, metrics)
@@ -165,7 +169,11 @@ def _add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) 
     async def list_models() -> Response:
         """The models that are served."""
         infos = [info for info, _ in workers()] if workers is not None else []
-        bodies = [model_body(model, infos, name) for model in core.models() for name in model.names]
+        bodies = [
+            model_body(model.named(name), infos, name)
+            for model in core.models()
+            for name in model.names
+        ]
         return JSONResponse({"object": "list", "data": bodies})
 
     @app.get("/v1/models/{model:path}", response_model=ModelBody, responses=error_responses(404))

@@ -111,7 +111,7 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
     vocab_size = max(model.vocab_size for model in models)
     ids = _number(0, vocab_size - 1)
     names = {"enum": [name for model in models for name in model.names]}
-    if any(model.has_any_name for model in models):
+    if any(model.has_any_name or model.adapters.may_change for model in models):
         names = {}
     a_stop = {"string": {"minLength": 1, "maxLength": MAX_STOP_CHARS}}
     stop: Limits = {**a_stop, "array": {"maxItems": MAX_STOP_STRINGS}, "items": a_stop}

@@ -96,8 +96,6 @@ REFUSED = {
     "--headless": "--ray-address HOST:PORT",
     "--kv-transfer-config {}": "--host-kv-gb",
     "--additional-config {}": "no plugins",
-    "--enable-lora": "merge the adapter",
-    "--lora-modules a=b c=d": "merge the adapter",
     "--api-key secret": "--api-keys-file keys",
     "--kv-cache-dtype fp8_e5m2": "--kv takes",
     "--dtype half": "bfloat16 or float32",

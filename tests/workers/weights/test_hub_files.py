@@ -151,7 +151,10 @@ def test_a_repository_that_cannot_be_served_is_said_to_be_what_it_is(hub):
     ("files", "words"),
     [
         (("a.Q4_0.gguf", "a.Q8_0.gguf"), r"has 2 GGUF files; name one of them, as org/x:a.Q4_0"),
-        (("adapter_config.json", "adapter_model.safetensors"), "is a LoRA adapter; merge it"),
+        (
+            ("adapter_config.json", "adapter_model.safetensors"),
+            "adapter: serve its base model with --enable-lora",
+        ),
         (("model_index.json",), "has no config.json, so it is no language model"),
     ],
 )

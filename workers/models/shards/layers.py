@@ -19,6 +19,7 @@ from penstock.kernels.moe import Expert, Visited
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import act_mul, rms_norm
 from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.memory.workspace import Workspace, activation_plan
@@ -200,8 +201,13 @@ class ShardDecoder(Decoder):
         super().begin(token_ids, positions, inputs, ws, moe_rows)
 
     def run_layers(
-        self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
+        self,
+        inputs: AttentionInputs,
+        kv_layers: Sequence[PagedKv],
+        ws: Workspace,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
+        assert adapters is None, "the configuration allows no adapters in a group"
         with self._whole():
             return super().run_layers(inputs, kv_layers, ws)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.rowwise import rms_norm
 from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
@@ -77,8 +78,13 @@ class StageDecoder(ShardDecoder):
         self._rows = token_ids, positions
 
     def run_layers(
-        self, inputs: AttentionInputs, kv_layers: Sequence[PagedKv], ws: Workspace
+        self,
+        inputs: AttentionInputs,
+        kv_layers: Sequence[PagedKv],
+        ws: Workspace,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
+        assert adapters is None, "the configuration allows no adapters in a group"
         assert self._rows is not None, "begin comes first"
         token_ids, positions = self._rows
         keeps_chunks = kv_layers[0].scratch is not None

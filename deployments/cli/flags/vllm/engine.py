@@ -16,7 +16,6 @@ from penstock.deployments.cli.flags.vllm.flag import (
 
 _TEXT_ONLY = "Penstock serves text, without images, audio or video; leave it out"
 _NO_CODE = "Penstock runs no code from a checkpoint or from elsewhere; leave it out"
-_NO_LORA = "Penstock has no LoRA adapters; merge the adapter into the weights and serve the result"
 _NO_DRAFT_MODEL = (
     "Penstock drafts from text alone, without a draft model: --speculate suffix, and "
     "--speculate-tokens N"
@@ -131,7 +130,6 @@ MODEL = (
         sentence="edit the model's generation_config.json, or send them with each request",
     ),
     absent("--max-logprobs", sentence="a request may ask for 20; there is no setting"),
-    absent("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", sentence=_NO_LORA),
     VllmFlag(
         ("--speculative-config",),
         "of the methods ngram, which is --speculate lookup, and suffix, with "

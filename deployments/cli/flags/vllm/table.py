@@ -13,6 +13,7 @@ SAME = (
     *("served_model_name", "revision", "download_dir", "max_model_len", "seed", "host"),
     *("max_num_seqs", "max_num_batched_tokens", "block_size", "async_scheduling", "device"),
     *("tool_call_parser", "otlp_traces_endpoint"),
+    *("enable_lora", "lora_modules", "max_loras", "max_lora_rank"),
 )
 TOPICS: dict[str, tuple[VllmFlag, ...]] = {
     "model": engine.MODEL,

@@ -166,6 +166,7 @@ class ModelBody(_AnswerPart):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None = None  # of an adapter: the model whose adapter it is
     max_model_len: int
     tool_call_parser: str  # form of its tool calls; plain: described in the system message; unknown
     sampling_defaults: dict[str, float]  # the model's own, for requests that do not state them
@@ -195,12 +196,13 @@ def model_body(
     model: ServedModel, infos: Iterable[WorkerInfo] = (), name: str | None = None
 ) -> dict[str, Any]:
     """`infos`: of the workers that are alive. `name`: one of the model's; None: its first."""
-    serving = next((info for info in infos if info.model == model.name and info.weights), None)
+    serving = next((info for info in infos if info.model == model.model and info.weights), None)
     return {
         "id": name or model.name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "penstock",
+        "parent": model.parent or None,
         "max_model_len": model.max_model_len,
         "tool_call_parser": model.tool_call_parser,
         "sampling_defaults": dict(model.sampling_defaults.values),

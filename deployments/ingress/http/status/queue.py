@@ -78,7 +78,7 @@ def add_queue_route(
         most = limit if caller.sees_all else MAX_LISTED
         asked = list(gates.values())
         if name := request.query_params.get("model"):
-            asked = [gate for of, gate in gates.items() if of == core.model(name).name]
+            asked = [gate for of, gate in gates.items() if of == core.model(name).model]
         replies = await asyncio.gather(*(gate.explain(most) for gate in asked))
         reached = [reply for reply in replies if reply is not None]
         waits = [wait for reply in reached for wait in reply.waits][:most]

@@ -85,7 +85,7 @@ class Rejection(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_ids", "emitted_ids", "params", "expected_tokens", "remaining_s", "may_decline", "priority", "is_continued", "remaining_wait_s", "cache_domain", "embeds")
+    __slots__ = ("stream_id", "request_id", "prompt_ids", "emitted_ids", "params", "expected_tokens", "remaining_s", "may_decline", "priority", "is_continued", "remaining_wait_s", "cache_domain", "embeds", "adapter")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class Submit(_message.Message):
     REMAINING_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_DOMAIN_FIELD_NUMBER: _ClassVar[int]
     EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -112,7 +113,8 @@ class Submit(_message.Message):
     remaining_wait_s: float
     cache_domain: bytes
     embeds: bool
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ..., remaining_s: _Optional[float] = ..., may_decline: _Optional[bool] = ..., priority: _Optional[int] = ..., is_continued: _Optional[bool] = ..., remaining_wait_s: _Optional[float] = ..., cache_domain: _Optional[bytes] = ..., embeds: _Optional[bool] = ...) -> None: ...
+    adapter: str
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., expected_tokens: _Optional[int] = ..., remaining_s: _Optional[float] = ..., may_decline: _Optional[bool] = ..., priority: _Optional[int] = ..., is_continued: _Optional[bool] = ..., remaining_wait_s: _Optional[float] = ..., cache_domain: _Optional[bytes] = ..., embeds: _Optional[bool] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_ids", "logit_biases", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs", "structured", "context_policy", "sinks", "window", "roll", "moe_mode", "speculate")
