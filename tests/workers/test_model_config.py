@@ -72,7 +72,9 @@ def test_an_unsupported_architecture_is_refused_by_name_with_the_supported_ones(
         config_of(tmp_path, **changes)
     for architecture in FAMILIES:
         assert architecture in str(raised.value)
-    with pytest.raises(ConfigError, match="'LlamaForSequenceClassification' is not supported"):
+    with pytest.raises(
+        ConfigError, match="LlamaForSequenceClassification with 2 labels is not supported"
+    ):
         config_of(tmp_path, architectures=["LlamaForSequenceClassification"])
     with pytest.raises(ConfigError, match="LlamaForCausalLM but model_type 'mistral'"):
         config_of(tmp_path, model_type="mistral")
