@@ -23,8 +23,9 @@ from penstock.deployments.bench.load import Job, Lengths, make_jobs, read_trace
 from penstock.deployments.bench.targets import Target, TargetError, target_of
 from penstock.deployments.cli.flags.bench import LEAST_VOCABULARY
 from penstock.deployments.client.tls import ClientTls
-from penstock.workers.config import Device, EngineConfig
+from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError
+from penstock.workers.option_groups.device import Device
 
 PROGRESS_S = 0.25
 DEFAULT_NUM_REQUESTS = 100

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.workers.config import Device, EngineConfig
+from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.load import load_configured
@@ -29,6 +29,7 @@ from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import open_model
 from penstock.workers.models.weight_summary import linears_of
+from penstock.workers.option_groups.device import Device
 from penstock.workers.quantization import weight_plan
 from penstock.workers.request import RequestError, SamplingParams
 from penstock.workers.weights.sources import DTYPES

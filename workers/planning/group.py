@@ -25,8 +25,8 @@ class Link:
 
 
 # Estimates from public reports; none of them was measured here.
-LEAST_ROWS = 256  # of a part of a step, and at most so many parts a stage: stages/parts.py
-PARTS_A_STAGE = 4
+LEAST_ROWS = 256  # of a part of a step (models/stages/parts.py)
+PARTS_A_STAGE = 4  # at most
 LINKS = {
     "nvlink": Link("nvlink", 10e-6, 366e9, "assumed: 10 us a call, 366 GB/s (4 H100 by NVLink)"),
     "pcie": Link("pcie", 25e-6, 22e9, "assumed: 25 us a call, 22 GB/s (PCIe 4)"),

@@ -92,7 +92,7 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
         "-pp",
         default="1",
         metavar="N,N",
-        help="stages of so many devices each, which share the layers; each number is combined with "
+        help="stages that share the layers, each of the devices of -tp; each number is combined with "
         "each of -tp (default: %(default)s)",
     )
     group = plan.add_argument_group("the load")

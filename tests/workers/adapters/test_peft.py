@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.workers.adapter_options.names import parse_modules
 from penstock.workers.adapters.packed import adapter_bytes, pack_adapter
 from penstock.workers.adapters.peft import read_adapter
 from penstock.workers.adapters.table import AdapterTable
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.option_groups.adapter_names import parse_modules
 from tests.workers.adapters.peft_files import write_adapter
 from tests.workers.checkpoints import make_checkpoint
 

@@ -15,7 +15,7 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.asgi import read_json_body
 from penstock.deployments.ingress.http.body import json_object, validated
 from penstock.deployments.ingress.http.openai.schemas import error_responses, request_schema
-from penstock.workers.adapter_options.names import NAME_RULE, is_name
+from penstock.workers.option_groups.adapter_names import NAME_RULE, is_name
 from penstock.workers.request import RequestError
 
 log = logging.getLogger("penstock.ingress")

@@ -1,4 +1,4 @@
-"""The settings of adapters, and the names and folders that `lora_modules` gives."""
+"""The names and folders of adapters that `lora_modules` gives."""
 
 from __future__ import annotations
 

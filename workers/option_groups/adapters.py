@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.workers.adapter_options.names import parse_modules
 from penstock.workers.errors import ConfigError
+from penstock.workers.option_groups.adapter_names import parse_modules
 from penstock.workers.settings import option
 
 
