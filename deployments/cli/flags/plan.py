@@ -92,8 +92,8 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
         "-pp",
         default="1",
         metavar="N,N",
-        help="stages that share the layers, each of the devices of -tp; each number is combined with "
-        "each of -tp (default: %(default)s)",
+        help="stages that share the layers, each of the devices of -tp; each number is combined "
+        "with each of -tp (default: %(default)s)",
     )
     group = plan.add_argument_group("the load")
     group.add_argument(
