@@ -377,7 +377,7 @@ def test_a_corrupt_checkpoint_is_named_and_nothing_is_left(folder, tmp_path):
 
 def test_ray_without_tokens_is_refused_before_it_starts():
     done = subprocess.run(
-        [*PENSTOCK, "serve"],
+        [*PENSTOCK, "serve", "--http-port", str(free_port()), "--grpc-port", str(free_port())],
         capture_output=True,
         text=True,
         timeout=200,

@@ -108,8 +108,8 @@ class StageDecoder(ShardDecoder):
 
     def ranks(self) -> tuple[RankStats, ...]:
         """How long each waits is known of this rank alone, for the last stage's rows."""
-        first = RankStats(*self.memory_of[0], self.link.num_received, self.link.waited_s)
-        return (first, *(RankStats(*memory, 0, 0.0) for memory in self.memory_of[1:]))
+        waits = [(self.link.num_received, self.link.waited_s)] + [(0, 0.0)] * len(self.memory_of)
+        return tuple(RankStats(*memory, *wait) for memory, wait in zip(self.memory_of, waits))
 
 
 def no_embedding(hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
