@@ -62,6 +62,7 @@ LINES: dict[str, dict[str, object]] = {
     "--uvicorn-log-level warning": {"log_level": "warning"},
     "--tensor-parallel-size 1 -pp 1": {},
     "-tp 2 --device cpu": {"tensor_parallel_size": 2, "device": "cpu"},
+    "-pp 2 --device cpu": {"pipeline_parallel_size": 2, "device": "cpu"},
     "--enable-auto-tool-choice --tool-call-parser llama3_json": {"tool_call_parser": "llama3_json"},
     "--reasoning-parser openai_gptoss": {"reasoning_marks": "openai_gptoss"},
     "--enable-chunked-prefill --disable-log-requests": {},
@@ -81,7 +82,7 @@ LINES: dict[str, dict[str, object]] = {
     },
 }
 REFUSED = {
-    "--pipeline-parallel-size 2": "--tensor-parallel-size alone",
+    "--decode-context-parallel-size 2": "a context lies on one worker",
     "--gpu-memory-utilization 0.9": "--kv-cache-gb X",
     "--trust-remote-code": "runs no code from a checkpoint",
     "--enable-eplb": "a fixed range of the experts",
