@@ -26,6 +26,8 @@ LISTED: Mapping[str, str] = {
     "workers/experts/slots.py": _CHECKED,
     "workers/memory/block_pool.py": _CHECKED,
     "workers/memory/host_tier.py": _CHECKED,
+    "workers/memory/state_slots.py": _CHECKED,
+    "workers/scheduling/states.py": _CHECKED,
     "workers/context_policy.py": "the values of a ContextSettings, which has checked them",
     "workers/experts/cache.py": _CALLERS,
     "workers/experts/neurons/places.py": _CHECKED,

@@ -47,12 +47,17 @@ LOADED = {
     "Glm4MoeForCausalLM": (EXPERTS, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "MiniMaxM2ForCausalLM": (EXPERTS, "MiniMax M2"),
     "GraniteMoeForCausalLM": (EXPERTS, "Granite 3.0 and 3.1, 1B-A400M and 3B-A800M"),
+    "Qwen3_5ForCausalLM": (DENSE, "Qwen3.5"),
+    "Qwen3NextForCausalLM": (EXPERTS, "Qwen3-Next-80B-A3B"),
+    "Qwen3_5MoeForCausalLM": (EXPERTS, "Qwen3.5 mixtures"),
     "GptOssForCausalLM": (EXPERTS, "gpt-oss-20b, gpt-oss-120b"),
 }
 # Of text and images, of which the language model alone is loaded: see families.table.WRAPPERS.
 WRAPPED = {
     "Mistral3ForConditionalGeneration": "Mistral Small 3, Ministral 3, Devstral; text only",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B to 27B; text only",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5; text only",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 mixtures; text only",
 }
 # What each switch of ModelConfig does. Which families turn it is read from their code.
 SWITCHES = {
@@ -73,6 +78,9 @@ SWITCHES = {
     "logits_softcap": "bound of logits, by tanh",
     "query_scaling": "queries grow with their position",
     "attention_sinks": "a learned score of each head that takes weight from all keys",
+    "attention_gate": "sigmoids weight the heads' outputs",
+    "linear_layers": "layers with linear attention, whose shape is",
+    "linear_attention": "heads, dimensions and taps of gated DeltaNet",
     "num_experts": "routed experts",
     "norm_topk_prob": "weights of a token's experts sum to one",
     "shared_expert_intermediate_size": "an expert for every token",
@@ -118,8 +126,6 @@ ABSENT = {
     "Llama4ForConditionalGeneration": ("Llama 4", "chunked attention, images"),
     "DeepseekV2ForCausalLM": ("DeepSeek V2", "latent attention (MLA)"),
     "DeepseekV3ForCausalLM": ("DeepSeek V3, R1", "latent attention (MLA)"),
-    "Qwen3NextForCausalLM": ("Qwen3-Next", "gated DeltaNet"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3.5", "gated DeltaNet, images"),
 }
 FORMATS = ("bf16", "int8", "int4")
 KV_FORMATS = ("bf16", "int8")
@@ -136,7 +142,9 @@ def architectures() -> Rows:
         kind, models = LOADED[architecture]
         gguf = f"`{in_gguf[architecture]}`" if architecture in in_gguf else "no"
         rows.append((f"`{architecture}`", kind, gguf, models))
-    rows += [(f"`{name}`", DENSE, "no", WRAPPED[name]) for name in WRAPPERS]
+    for name, wrapper in WRAPPERS.items():
+        kind, _ = LOADED[next(iter(wrapper.of_text.values()))]
+        rows.append((f"`{name}`", kind, "no", WRAPPED[name]))
     return rows
 
 

@@ -206,6 +206,13 @@ class KvOptions:
     num_blocks: int | None = option(None, "KV blocks in the cache; overrides kv_cache_gb", min=1)
     block_size: int = option(16, "tokens in one KV block; a power of two", min=1)
     prefix_cache: bool = option(True, "reuse the KV blocks of prompts that share a prefix")
+    num_state_slots: int | None = option(
+        None,
+        "of a model with linear attention (docs/guide/hybrids.md), slots for recurrent states: two "
+        "for each running sequence, the others for states of prefixes; none: enough for "
+        "max_num_seqs, in at most half of the memory for the KV cache",
+        min=2,
+    )
     activation_memory: Literal["tail", "separate"] = option(
         "tail",
         "where prefill activations lie; tail: in the free end of the KV cache; separate: in "

@@ -222,6 +222,8 @@ def unsupported_reason(model: ModelConfig) -> str | None:
     """
     if model.query_scaling is not None:
         return "its queries grow with their position, which a window would have to undo"
+    if model.has_states:
+        return "some of its layers have a state, from which no token can be taken out"
     if any(window is not None for window in model.sliding_window):
         return "some of its layers have a sliding window of their own"
     return None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.families.family import Family
+from penstock.workers.families.linear_attention import LinearAttentionConfig
 from penstock.workers.families.reading import fields_of
 from penstock.workers.families.router_config import PLAIN_ROUTER, RouterConfig
 from penstock.workers.families.table import FAMILIES, family_of, text_of
@@ -66,6 +67,9 @@ class ModelConfig:
     logits_softcap: float = 0.0  # as of attention, of logits
     query_scaling: QueryScaling | None = None
     attention_sinks: bool = False  # each head has one more score, which has no value
+    attention_gate: bool = False  # heads' outputs are weighted by sigmoids, from rows of q_proj
+    linear_attention: LinearAttentionConfig | None = None  # of the layers that have it
+    linear_layers: tuple[bool, ...] = ()  # per layer; (): none has linear attention
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_intermediate_size: int = 0
@@ -110,6 +114,11 @@ class ModelConfig:
                 raise ConfigError(f"sliding_window must be positive; got {window}")
         assert len(self.sliding_window) == len(self.moe_layers) == self.num_layers
 
+        assert len(self.linear_layers) in (0, self.num_layers)
+        if self.has_states and self.linear_attention is None:
+            raise ConfigError("layers with linear attention need its shape")
+        if self.num_kv_layers == 0:
+            raise ConfigError("at least one layer must have full attention")
         assert len(self.layer_ropes) in (0, self.num_layers) and self.norm_place in NORM_PLACES
         assert len({rope.rotary_dim for rope in self.ropes}) == 1
 
@@ -130,6 +139,19 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         return self.ropes[0].rotary_dim
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers have linear attention, with a state in place of K and V."""
+        return any(self.linear_layers)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with K and V."""
+        return self.num_layers - sum(self.linear_layers)
+
+    def is_linear(self, layer: int) -> bool:
+        return bool(self.linear_layers) and self.linear_layers[layer]
 
     def rope_of(self, layer: int) -> int | None:
         """Which of `ropes` turns q and k of `layer`; None: they are not turned."""

@@ -170,6 +170,17 @@ class DeferralStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StateStats:
+    """Recurrent states of one worker, in slots. Totals count from the start."""
+
+    num_slots: int
+    slot_bytes: int
+    num_live: int  # of running requests, and snapshots in use
+    num_snapshots: int  # states of prefixes that later requests may begin with
+    num_evicted: int  # snapshots that made room
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for logs, metrics and the choice of a worker. Totals count from the start."""
 
@@ -212,6 +223,7 @@ class EngineStats:
     )  # seconds by term of execution/timing.py
     step_tokens: Distribution | None = None  # computed in one step
     experts: ExpertStats | None = None  # where there is a cache of experts
+    states: StateStats | None = None  # of a model with linear attention
     ranks: tuple[RankStats, ...] = ()  # with tensor_parallel_size, in their order
 
 

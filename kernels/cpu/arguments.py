@@ -96,6 +96,12 @@ UNPACK_NEURONS = Arguments("dtype rows row_stride places count gate_up down hidd
 NEURON_MLP = Arguments(
     "dtype x x_stride pool row_bytes format places ends sums out out_stride tokens dim threads"
 )
+DELTA = Arguments(
+    "dtype mixed mixed_stride z z_stride ba ba_stride conv decay dt_bias norm eps:d last "
+    "last_stride state state_stride starts sources write_starts write_after write_slots out "
+    "out_stride sequences taps key_heads value_heads key_dim value_dim threads"
+)
+GATE_MUL = Arguments("dtype x x_stride gate gate_stride rows dim threads")
 GATHER = Arguments(
     "own own_stride own_bytes shared at all_bytes out out_stride rows arrived calls rank ranks"
 )
@@ -135,6 +141,8 @@ OPERATORS: Mapping[str, Arguments] = {  # exported as pk_<name>; replay.py recor
     "unpack_neurons": UNPACK_NEURONS,
     "neuron_mlp": NEURON_MLP,
     "sample": SAMPLE,
+    "delta": DELTA,
+    "gate_mul": GATE_MUL,
     "gather": GATHER,
 }
 FUNCTIONS: Mapping[str, Arguments] = {

@@ -56,6 +56,15 @@ _GPT_OSS = {
         "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32,
     },
 }  # fmt: skip
+_HYBRID = {
+    **_DENSE, "num_hidden_layers": 4, "head_dim": 24, "full_attention_interval": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_HYBRID_MOE = {
+    **_HYBRID, "num_experts_per_tok": 2, "num_experts": 5, "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}  # fmt: skip
 _QWEN2_MOE = {**_MOE, "shared_expert_intermediate_size": 56}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}
 _YARN = {
@@ -141,6 +150,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 3}),
+    "qwen3_next": ("qwen3_next", _HYBRID_MOE),
+    "qwen3_5": ("qwen3_5_text", _HYBRID),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {**_DENSE, "tie_word_embeddings": True}),
@@ -236,6 +248,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "n_shared_experts": 2,
             "norm_topk_prob": False,
+        },
+    ),
+    # One key head for all value heads, and a layer that is dense.
+    "qwen3_next-dense": (
+        "qwen3_next",
+        {
+            **_HYBRID_MOE,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
     "olmoe-clip": ("olmoe", {**_MOE, "clip_qkv": 0.8, "norm_topk_prob": True}),

@@ -37,6 +37,8 @@ def unsupported_reason(config: ModelConfig) -> str | None:
     switches = {
         "norms behind attention and MLP": config.norm_place != "pre",
         "norms stored with an offset": config.norm_offset != 0.0,
+        "layers with linear attention": config.has_states,
+        "gates of the attention's output": config.attention_gate,
         "projections fused into one matrix": names.qkv or names.gate_up,
         "layers without rotary embedding": None in config.layer_ropes,
         "rotary embeddings that differ by layer": len(config.ropes) > 1,

@@ -16,6 +16,7 @@ from penstock.workers.adapters.table import AdapterTable
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import log_memory, step_memory
 from penstock.workers.engine.speculation import drafting_of
+from penstock.workers.engine.state_memory import StateMemory, check_states, state_memory
 from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.execution.cuda_graphs import (
     Capture,
@@ -28,9 +29,11 @@ from penstock.workers.execution.executor import Executor
 from penstock.workers.memory.arena import BlockLayout
 from penstock.workers.memory.kv_format import KvFormat, kv_format
 from penstock.workers.memory.restore import PROBE_ROWS, Rates
+from penstock.workers.memory.state_slots import StatePool
 from penstock.workers.memory.workspace import StepMemory
 from penstock.workers.model_config import check_length
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.layers import LayerCache
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.scheduling.deferral import (
     Rule,
@@ -42,6 +45,7 @@ from penstock.workers.scheduling.deferral import (
 )
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.scheduler import Scheduler
+from penstock.workers.scheduling.states import StateCache
 from penstock.workers.scheduling.swap import host_swap
 from penstock.workers.speculation.draft import Proposer, Widths
 
@@ -68,6 +72,8 @@ def build_parts(
 ) -> EngineParts:
     """The connected parts. Raises ConfigError where memory is short, and LoadError where an adapter
     cannot be read. Arguments: those of Engine."""
+    if model.config.has_states:
+        check_states(config)
     check_length(config.max_model_len, model.config.max_position_embeddings)
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     layout = block_layout(config, model, kv)
@@ -75,7 +81,11 @@ def build_parts(
     adapters = adapters_of(config, model)
     reserved = 0 if adapters is None else adapters.reserved_bytes - adapters.num_bytes
     graph_bytes = 0 if sizes is None else sizes.num_bytes
-    memory = step_memory(config, layout, model, graph_bytes, other_bytes=reserved)
+    states = state_memory(config, model)
+    state_bytes = 0 if states is None else states.num_bytes
+    memory = step_memory(
+        config, layout, model, graph_bytes, other_bytes=reserved, state_bytes=state_bytes
+    )
     log_memory(config, memory)
     cache = KVCache(
         memory.pool,
@@ -83,9 +93,18 @@ def build_parts(
         prefix_cache=config.prefix_cache,
         salt=secrets.token_bytes(32) + str(kv).encode(),
     )
+    max_num_seqs = config.max_num_seqs
+    if states is not None:
+        cache.states = StateCache(
+            StatePool(states.num_slots),
+            config.block_size,
+            keeps_snapshots=config.prefix_cache,
+            slot_bytes=states.num_bytes // states.num_slots,
+        )
+        max_num_seqs = min(max_num_seqs, states.num_slots // 2)
     scheduler = Scheduler(
         cache,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tokens_that_fit=memory.tokens_that_fit,
         merges=config.merge_steps,
@@ -94,7 +113,7 @@ def build_parts(
         config.max_model_len or model.config.max_position_embeddings,
         memory.arena.num_blocks * config.block_size,
     )
-    executor = make_executor(config, model, memory, max_model_len)
+    executor = make_executor(config, model, memory, max_model_len, states)
     if isinstance(model, ShardDecoder) and model.on_memory is not None:  # before the first pass
         model.on_memory(memory.arena.num_blocks, max_model_len, layout.block_bytes)
     most_rows = memory.tokens_that_fit(PROBE_ROWS)
@@ -136,7 +155,7 @@ def _device_name(device: torch.device) -> str | None:
 
 def block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLayout:
     return BlockLayout(
-        num_layers=model.config.num_layers,
+        num_layers=model.config.num_kv_layers,
         num_kv_heads=model.config.num_kv_heads,
         block_size=config.block_size,
         head_dim=model.config.head_dim,
@@ -146,18 +165,29 @@ def block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLay
 
 
 def make_executor(
-    config: EngineConfig, model: Decoder, memory: StepMemory, max_model_len: int
+    config: EngineConfig,
+    model: Decoder,
+    memory: StepMemory,
+    max_model_len: int,
+    states: StateMemory | None = None,
 ) -> Executor:
     arena = memory.arena
     kv_layers = arena.kv_layers()
     if config.kv_commit != "eager":
         scratch = scratch_views(config, arena.layout, memory.rest)
         kv_layers = [layer.with_scratch(scratch) for layer in kv_layers]
+    caches: list[LayerCache] = list(kv_layers)
+    if states is not None:
+        of_states, of_kv = iter(states.layers), iter(kv_layers)
+        caches = [
+            next(of_states) if is_linear else next(of_kv)
+            for is_linear in model.config.linear_layers
+        ]
     replay = None
     if model.device.type == "cpu" and model.is_recordable:
         longest = -(-max_model_len // config.block_size) + num_scratch_blocks(config)
-        replay = DecodeReplay(model, kv_layers, config.max_sampled_rows, longest)
-    return Executor(model, kv_layers, config.block_size, memory, replay)
+        replay = DecodeReplay(model, caches, config.max_sampled_rows, longest)
+    return Executor(model, caches, config.block_size, memory, replay)
 
 
 def _capture(

@@ -80,7 +80,7 @@ def stats_of(
         num_blocks=pool.num_blocks,
         num_block_bytes=block_bytes,
         block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=scheduler.max_num_seqs,
         num_live_blocks=pool.num_live,
         num_cached_blocks=pool.num_cached,
         num_saved_bytes=saved_bytes(config, memory),
@@ -112,6 +112,7 @@ def stats_of(
         step_model=totals.step_model.coefficients(),
         step_tokens=totals.step_tokens.snapshot(),
         experts=None if routed is None else routed.stats(),
+        states=None if cache.states is None else cache.states.stats(),
         ranks=ranks,
     )
 

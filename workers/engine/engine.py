@@ -239,6 +239,8 @@ class Engine:
         self.pool.check([s.block_table for s in (*self.scheduler.sequences(), *leaving)])
         assert self._in_flight is not None or not leaving, "ended sequences keep blocks"
         assert not self.pool.num_lent, "blocks are still lent after their step"
+        if self.cache.states is not None:
+            self.cache.states.check([*self.scheduler.running, *leaving])
         for seq in self.scheduler.waiting:
             assert not seq.block_table, "a waiting sequence owns blocks"
         assert len(self._sequences) == len(list(self.scheduler.sequences()))
@@ -256,6 +258,8 @@ class Engine:
             seq, samples = chunk.seq, chunk.seq in step.row_of
             self.totals.count_chunk(chunk, samples)
             seq.mark_launched(chunk.length, chunk.num_deferred, samples)
+            if self.cache.states is not None:
+                self.cache.states.mark_launched(seq)
 
     def _commit(self, step: StepInFlight) -> list[Delta]:
         """Read a step, and record what it computed: full blocks, sampled tokens, endings."""

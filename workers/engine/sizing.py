@@ -29,14 +29,15 @@ def step_memory(
     extra_bytes: int = 0,
     *,
     other_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> StepMemory:
     """The arena with its pool, and the activations and logits of a step in it.
 
     The reserve has room for a row of each sequence, so that a step is possible however full the
     pool is, and for some rows of drafts; with separate activations, for the largest step.
     `extra_bytes` of it stay free, after the scratch blocks. `other_bytes` of the device are left to
-    adapters that are loaded later, where the size follows from its free memory. Raises ConfigError
-    if memory is short.
+    adapters that are loaded later, where the size follows from its free memory; `state_bytes` of
+    what is allowed are taken by recurrent states. Raises ConfigError if memory is short.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
     is_separate = config.activation_memory == "separate"
@@ -46,7 +47,9 @@ def step_memory(
         reserve_tokens += most_pending(config)
     reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(most_rows)
     reserve_bytes += scratch_bytes(config, layout) + extra_bytes
-    num_blocks = _num_blocks(config, layout, model, reserve_bytes, other_bytes)
+    num_blocks = _num_blocks(
+        config, layout, model, reserve_bytes, other_bytes, state_bytes=state_bytes
+    )
     num_borrowed = blocks_to_borrow(
         plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
     )
@@ -83,23 +86,25 @@ def log_memory(config: EngineConfig, memory: StepMemory) -> None:
 
 
 def _num_blocks(
-    config: EngineConfig, layout: BlockLayout, model: Decoder, reserve_bytes: int, other_bytes: int
+    config: EngineConfig,
+    layout: BlockLayout,
+    model: Decoder,
+    reserve_bytes: int,
+    other_bytes: int,
+    *,
+    state_bytes: int,
 ) -> int:
     """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
 
     Raises ConfigError if not even one block fits next to a reserve of `reserve_bytes`.
     """
-    device = model.device
     max_len = config.max_model_len or model.config.max_position_embeddings
     useful = config.max_num_seqs * -(-max_len // config.block_size)
     if config.num_blocks is not None:
         return config.num_blocks
-    if config.kv_cache_gb is not None:
-        budget = config.kv_cache_gb * 2**30
-    elif device.type == "cuda":
-        budget = (torch.cuda.mem_get_info(device)[0] - other_bytes) * GPU_KV_FRACTION
-    else:
-        budget = total_memory_bytes() * CPU_KV_FRACTION / config.num_ranks
+    # The states are allocated already: on a GPU they are no longer free.
+    taken = 0 if config.kv_cache_gb is None and model.device.type == "cuda" else state_bytes
+    budget = cache_budget(config, model.device, other_bytes) - taken
     num_blocks = min(int((budget - reserve_bytes) // layout.block_bytes), useful)
     if num_blocks < 1:
         raise ConfigError(
@@ -109,6 +114,15 @@ def _num_blocks(
             " model or block_size"
         )
     return num_blocks
+
+
+def cache_budget(config: EngineConfig, device: torch.device, other_bytes: int = 0) -> float:
+    """Bytes for the KV cache, recurrent states and the activations of a step."""
+    if config.kv_cache_gb is not None:
+        return config.kv_cache_gb * 2**30
+    if device.type == "cuda":
+        return (torch.cuda.mem_get_info(device)[0] - other_bytes) * GPU_KV_FRACTION
+    return total_memory_bytes() * CPU_KV_FRACTION / config.num_ranks
 
 
 def total_memory_bytes() -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.kernels.delta_types import StateRows
 from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
@@ -34,6 +35,7 @@ class HostBatch:
     max_prefill_chunk: int
     unread: Ints  # [2, N]: rows whose ids only the device has, and their rows in the step before
     rolling: HostRolling | None
+    states: HostStates | None = None
 
     def inputs(self, put: Put) -> AttentionInputs:
         """The inputs on the device that `put` copies to."""
@@ -52,6 +54,7 @@ class HostBatch:
                 self.max_prefill_chunk,
             ),
             rolling=None if self.rolling is None else self.rolling.inputs(put),
+            states=None if self.states is None else self.states.inputs(put),
         )
 
 
@@ -75,6 +78,49 @@ class HostRolling:
             put(self.bases),
             self.max_visible_len,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostStates:
+    """`StateRows` on the host."""
+
+    starts: NDArray[np.int32]
+    sources: NDArray[np.int32]
+    write_starts: NDArray[np.int32]
+    write_after: NDArray[np.int32]
+    write_slots: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, chunks: list[Chunk]) -> HostStates | None:
+        """Of `chunks` in the order of their rows; None: the model has no recurrent states."""
+        moves = [chunk.moves for chunk in chunks if chunk.moves is not None]
+        if not moves:
+            return None
+        if len(moves) < len(chunks):
+            raise InvariantError("a chunk has no slot for its state")
+        writes = [write for each in moves for write in each.writes]
+        after, slots = zip(*writes) if writes else ((), ())
+        return cls(
+            starts=_starts([chunk.num_rows for chunk in chunks]),
+            sources=np.array([each.source for each in moves], dtype=np.int32),
+            write_starts=_starts([len(each.writes) for each in moves]),
+            write_after=np.array(after, dtype=np.int32),
+            write_slots=np.array(slots, dtype=np.int32),
+        )
+
+    def inputs(self, put: Put) -> StateRows:
+        return StateRows(
+            put(self.starts),
+            put(self.sources),
+            put(self.write_starts),
+            put(self.write_after),
+            put(self.write_slots),
+        )
+
+
+def _starts(lengths: list[int]) -> NDArray[np.int32]:
+    """Where parts of these lengths begin, and where the last one ends."""
+    return np.cumsum([0, *lengths]).astype(np.int32)
 
 
 def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> HostBatch:
@@ -103,7 +149,6 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
         ids = np.frombuffer(chunk.seq.token_ids, dtype=np.int32)
         token_ids.append(ids[chunk.start : chunk.start + chunk.length].astype(np.int64))
         positions.append(span)
-    starts = np.cumsum([0] + [chunk.length for chunk in prefill])
     lens = [chunk.start + chunk.length for chunk in prefill]
     return HostBatch(
         token_ids=np.concatenate(token_ids),
@@ -112,11 +157,12 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
         decode_tables=decode_tables,
         decode_lens=(position + 1).astype(np.int32),
         prefill_tables=prefill_tables,
-        prefill_starts=starts.astype(np.int32),
+        prefill_starts=_starts([chunk.length for chunk in prefill]),
         prefill_lens=np.array(lens, dtype=np.int32),
         max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
         unread=np.array([*zip(*unread)], dtype=np.int64).reshape(2, -1),
         rolling=_rolling([*rows, *prefill], positions),
+        states=HostStates.of([*decode, *prefill]),
     )
 
 

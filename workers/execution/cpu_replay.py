@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.replay import Program, record
-from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
+from penstock.kernels.delta_types import StateRows
+from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.models.layers import AttentionInputs, LayerCache, RollingInputs
 
 log = logging.getLogger("penstock.engine")
 
@@ -40,7 +41,7 @@ class DecodeReplay:
     """
 
     def __init__(
-        self, model: Decoder, kv_layers: Sequence[PagedKv], max_rows: int, max_blocks: int
+        self, model: Decoder, kv_layers: Sequence[LayerCache], max_rows: int, max_blocks: int
     ):
         """For steps of up to `max_rows` rows, block tables of up to `max_blocks` entries."""
         self._model = model
@@ -97,6 +98,10 @@ def _copy_inputs(inputs: AttentionInputs, fixed: AttentionInputs) -> None:
     if inputs.rolling is not None and fixed.rolling is not None:
         for name in ("sink_ends", "window_starts", "sink_blocks", "bases"):
             getattr(fixed.rolling, name).copy_(getattr(inputs.rolling, name))
+    if inputs.states is not None and fixed.states is not None:
+        for name in ("starts", "sources", "write_starts", "write_after", "write_slots"):
+            given = getattr(inputs.states, name)
+            getattr(fixed.states, name)[: len(given)] = given
 
 
 def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
@@ -117,6 +122,13 @@ def _fixed_inputs(max_rows: int, max_blocks: int) -> AttentionInputs:
         decode=DecodeBatch(numbers(max_rows, max_blocks), numbers(max_rows), max_context_len=0),
         prefill=PrefillBatch(numbers(0, 0), numbers(1), numbers(0), max_query_len=0),
         rolling=rolling,
+        states=StateRows(
+            numbers(max_rows + 1),
+            numbers(max_rows),
+            numbers(max_rows + 1),
+            numbers(max_rows),
+            numbers(max_rows),
+        ),
     )
 
 
@@ -133,6 +145,15 @@ def _first_rows(fixed: AttentionInputs, num_rows: int, inputs: AttentionInputs) 
             fixed.rolling.bases[:num_rows],
             inputs.rolling.max_visible_len,
         )
+    states = None
+    if inputs.states is not None and fixed.states is not None:
+        states = StateRows(
+            fixed.states.starts[: num_rows + 1],
+            fixed.states.sources[:num_rows],
+            fixed.states.write_starts[: num_rows + 1],
+            fixed.states.write_after,
+            fixed.states.write_slots,
+        )
     return replace(
         fixed,
         slots=fixed.slots[:num_rows],
@@ -143,4 +164,5 @@ def _first_rows(fixed: AttentionInputs, num_rows: int, inputs: AttentionInputs) 
             inputs.decode.max_context_len,
         ),
         rolling=rolling,
+        states=states,
     )

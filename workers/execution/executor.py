@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
+from penstock.kernels.delta_types import StateRows
+from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
 from penstock.workers.execution.batch import HostBatch
@@ -35,7 +36,7 @@ from penstock.workers.execution.timing import Clock
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import StepMemory, Workspace
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.models.layers import AttentionInputs, LayerCache
 from penstock.workers.sampling.device_copy import Mark, to_device, to_host
 from penstock.workers.sampling.logits import LogprobRows
 from penstock.workers.sampling.sampler import sample
@@ -48,7 +49,7 @@ class Executor:
     def __init__(
         self,
         model: Decoder,
-        kv_layers: Seq[PagedKv],
+        kv_layers: Seq[LayerCache],
         block_size: int,
         memory: StepMemory,
         replay: DecodeReplay | None = None,
@@ -178,10 +179,18 @@ class Executor:
             num_decode=num_rows,
             decode=DecodeBatch(tables, one * num_keys, max_context_len=num_keys),
             prefill=PrefillBatch(one[:0, None], one[:1] - 1, one[:0], max_query_len=0),
+            states=self._fresh_states(num_rows),
         )
         with self.memory.lease(num_rows) as workspace:
             hidden = self.hidden(nothing, nothing, inputs, workspace)
             self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
+
+    def _fresh_states(self, num_rows: int) -> StateRows | None:
+        """For rows of one token each that keep no state."""
+        if not self.model.config.has_states:
+            return None
+        count = torch.arange(num_rows + 1, dtype=torch.int32, device=self.model.device)
+        return StateRows(count, count[1:] * 0 - 1, count * 0, count[:0], count[:0])
 
     def _prompt_logprobs(self, prompt: PromptRows, hidden: Tensor) -> list[LogprobRows]:
         """Logprobs of prompt tokens, as the model gave them. `hidden` [T, hidden] of the step."""

@@ -34,6 +34,9 @@ class TensorNames:
     fused_experts: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     transposed: bool = False
     interleaved: bool = False
+    # Of linear attention, whether the rows of q, k, v and gate, and those of b and a, lie by key
+    # head.
+    grouped_by_key_head: bool = False
 
     @property
     def only_fused(self) -> bool:

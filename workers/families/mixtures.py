@@ -14,7 +14,7 @@ from penstock.workers.families.router_config import RouterConfig
 def mixtral(hf: Any) -> Fields:
     """It has one inner size only, whatever else config.json holds."""
     return {
-        **_routed(hf, inner=hf.intermediate_size),
+        **routed(hf, inner=hf.intermediate_size),
         "norm_topk_prob": True,
         "sliding_window": same_window(hf),
     }
@@ -23,7 +23,7 @@ def mixtral(hf: Any) -> Fields:
 def olmoe(hf: Any) -> Fields:
     """Its inner size is as Mixtral's; it never slides, whatever else config.json holds."""
     return {
-        **_routed(hf, inner=hf.intermediate_size),
+        **routed(hf, inner=hf.intermediate_size),
         **attention_biases(hf),
         "qk_norm": "full",
         "clip_qkv": hf.clip_qkv,
@@ -32,7 +32,7 @@ def olmoe(hf: Any) -> Fields:
 
 def qwen2_moe(hf: Any) -> Fields:
     return {
-        **_routed(hf, inner=hf.moe_intermediate_size),
+        **routed(hf, inner=hf.moe_intermediate_size),
         "sliding_window": windows_by_layer(hf),
         "qkv_bias": bool(getattr(hf, "qkv_bias", True)),
         "shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
@@ -41,7 +41,7 @@ def qwen2_moe(hf: Any) -> Fields:
 
 def qwen3_moe(hf: Any) -> Fields:
     return {
-        **_routed(hf, inner=hf.moe_intermediate_size),
+        **routed(hf, inner=hf.moe_intermediate_size),
         **attention_biases(hf),
         "sliding_window": same_window(hf),
         "qk_norm": "head",
@@ -75,7 +75,7 @@ def glm4_moe(hf: Any) -> Fields:
 
 def minimax_m2(hf: Any) -> Fields:
     return {
-        **_routed(hf, inner=hf.intermediate_size),
+        **routed(hf, inner=hf.intermediate_size),
         "norm_topk_prob": True,
         "qk_norm": "full",
         "router": RouterConfig(scoring="sigmoid", has_choice_bias=True),
@@ -97,7 +97,7 @@ def granite_moe(hf: Any) -> Fields:
 
 def gpt_oss(hf: Any) -> Fields:
     return {
-        **_routed(hf, inner=hf.intermediate_size),
+        **routed(hf, inner=hf.intermediate_size),
         **attention_biases(hf),
         "norm_topk_prob": True,
         "sliding_window": windows_by_layer(hf),
@@ -108,7 +108,8 @@ def gpt_oss(hf: Any) -> Fields:
     }
 
 
-def _routed(hf: Any, inner: int) -> Fields:
+def routed(hf: Any, inner: int) -> Fields:
+    """The experts' fields, by the names that most configurations have."""
     return {
         "num_experts": hf.num_experts,
         "num_experts_per_token": hf.num_experts_per_tok,

@@ -47,7 +47,8 @@ def _common(family: Family, hf: Any) -> Fields:
         "num_heads": hf.num_attention_heads,
         "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
         "head_dim": head_dim,
-        "intermediate_size": hf.intermediate_size,
+        # Models with nothing but experts may leave it out.
+        "intermediate_size": getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
         "rms_norm_eps": float(hf.rms_norm_eps),
         "max_position_embeddings": positions,
         "ropes": () if is_nested(hf) else (rope_config(hf.rope_parameters, head_dim, positions),),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.families import mixtures, plain, post_norm
+from penstock.workers.families import hybrid, mixtures, plain, post_norm
 from penstock.workers.families.family import Family, TensorNames
 
 _SANDWICH = TensorNames(mlp_norm="pre_feedforward_layernorm")
@@ -88,6 +88,15 @@ _ALL = (
         TensorNames(router="router", transposed=True, interleaved=True),
         wide_norms=True,
     ),
+    Family(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        hybrid.qwen3_next,
+        TensorNames(grouped_by_key_head=True),
+        wide_norms=True,
+    ),
+    Family("Qwen3_5ForCausalLM", "qwen3_5_text", hybrid.qwen3_5, wide_norms=True),
+    Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", hybrid.qwen3_5_moe, wide_norms=True),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({each.architecture: each for each in _ALL})
 CLASSIFIER = "ForSequenceClassification"  # of the decoder of a family, with another head
@@ -110,6 +119,12 @@ WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
             "mistral3", {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
         ),
         "Gemma3ForConditionalGeneration": Wrapper("gemma3", {"gemma3_text": "Gemma3ForCausalLM"}),
+        "Qwen3_5ForConditionalGeneration": Wrapper(
+            "qwen3_5", {"qwen3_5_text": "Qwen3_5ForCausalLM"}
+        ),
+        "Qwen3_5MoeForConditionalGeneration": Wrapper(
+            "qwen3_5_moe", {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+        ),
     }
 )
 

@@ -89,14 +89,17 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     """The arrays that `Decoder.forward` writes besides K and V, with a row for each token.
 
     R1 is the residual stream; R2 the output of a norm, of attention or of an MLP; R3 the wide
-    arrays: the fused projection with the queries for the sinks, the output projection, gate and up,
-    the arrays of routed experts, and before the first layer the angles. In addition cos and sin,
+    arrays: the fused projection with the queries for the sinks (and of linear attention with b and
+    a), the output projection, gate and up, the arrays of routed experts, and before the first layer
+    the angles. In addition cos and sin,
     for absolute positions and for those relative to the sinks, and `num_scales` of int8 rows, whose
     codes overwrite the values that they are made from. Several rotary embeddings have a table each,
     one after the other in `cos` and so on.
     """
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    qkv = heads * (1 + config.attention_gate) + 2 * config.num_kv_heads * config.head_dim
+    linear = config.linear_attention if config.has_states else None
+    values = 0 if linear is None else linear.values
     inner = config.intermediate_size if not all(config.moe_layers) else 0
     num_experts = config.num_experts if any(config.moe_layers) else 0
     shared = config.shared_expert_intermediate_size if num_experts else 0
@@ -108,6 +111,10 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     wide: Region = (
         (Array("angles", half, fp64), Array("turned", half, fp64)),
         (Array("qkv", qkv, dtype), Array("q_sink", heads, dtype)),
+        (
+            Array("delta_qkvz", 0 if linear is None else linear.channels + values, dtype),
+            Array("delta_ba", 0 if linear is None else 2 * linear.num_value_heads, dtype),
+        ),
         (Array("projected", hidden, dtype),),
         (Array("gate_up", 2 * inner, dtype),),
         (
@@ -127,7 +134,11 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     return BufferPlan(
         (
             ((Array("residual", hidden, dtype),),),
-            ((Array("normed", hidden, dtype),), (Array("attended", heads, dtype),)),
+            (
+                (Array("normed", hidden, dtype),),
+                (Array("attended", heads, dtype),),
+                (Array("delta_out", values, dtype),),
+            ),
             wide,
             (tables,),
         )
@@ -153,6 +164,9 @@ class Workspace:
     attended: Tensor  # R2
     qkv: Tensor  # R3
     q_sink: Tensor  # R3, at the same time as qkv
+    delta_qkvz: Tensor  # R3, of linear attention
+    delta_ba: Tensor  # R3, at the same time
+    delta_out: Tensor  # R2
     projected: Tensor  # R3
     gate_up: Tensor  # R3
     router_input: Tensor  # R3, as all below up to `shared`

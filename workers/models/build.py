@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.kernels.matmul import pack_linear
 from penstock.kernels.quant import QuantizedWeight
 from penstock.kernels.types import PackedLinear
+from penstock.workers.errors import InvariantError
 from penstock.workers.experts.fused import expert_biases, fused_expert
 from penstock.workers.experts.lookahead import RoutedLayer
 from penstock.workers.experts.routed import RoutedExperts
@@ -16,6 +17,8 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import Attention, Mlp
+from penstock.workers.models.linear_attention import LinearAttention
+from penstock.workers.models.linear_build import build_linear_attention, gates_last
 from penstock.workers.models.linears import Linears, Weight
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.layers import (
@@ -55,6 +58,8 @@ def build_decoder(
 
 def build_attention(config: ModelConfig, source: WeightSource, layer: int) -> Attention:
     """The attention of one layer, its weights as `source` has them."""
+    if config.is_linear(layer):
+        raise InvariantError("a layer with linear attention has no other")
     return _Builder(config, source, WeightPlan(), None).attention(layer)
 
 
@@ -144,7 +149,7 @@ class _Builder:
             )  # fmt: skip
         exchange = self.rank.exchange_for(self.config, embedding.device)
         for layer in layers:
-            for part in (layer.attention, layer.mlp):
+            for part in (layer.mixer, layer.mlp):
                 assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)
                 part.join(self.shard, exchange)
         ends = embedding, layers, final_norm, lm_head
@@ -163,7 +168,7 @@ class _Builder:
 
         return DecoderLayer(
             attention_norm=norm(names.attention_norm, place != "post"),
-            attention=self.attention(index),
+            mixer=self.mixer(index),
             attention_out_norm=norm(names.attention_out_norm, place != "pre"),
             mlp_norm=norm(names.mlp_norm, place != "post"),
             mlp=self.mlp(index),
@@ -182,12 +187,25 @@ class _Builder:
         inner, bias = self.config.intermediate_size, self.config.mlp_bias
         return self._mlp(f"model.layers.{index}.mlp", inner, bias)
 
+    def mixer(self, index: int) -> Attention | LinearAttention:
+        """What makes the tokens of a layer see one another."""
+        linear = self.config.linear_attention
+        if linear is None or not self.config.is_linear(index):
+            return self.attention(index)
+        return build_linear_attention(
+            self.config, linear, self.source, self.linears, self.plan, index
+        )
+
     def attention(self, index: int) -> Attention:
         name = f"model.layers.{index}.self_attn"
         config = self.config
         hidden, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        parts = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        order, q_rows = None, q_size
+        if config.attention_gate:  # stored beside each head's q; here after v
+            q_rows = 2 * q_size
+            order = gates_last(config.num_heads, dim, 2 * kv_size)
+        parts = {f"{name}.q_proj": q_rows, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         norms = None
         if config.qk_norm != "none":
             full = config.qk_norm == "full"
@@ -196,7 +214,7 @@ class _Builder:
                 self._norm(f"{name}.k_norm", kv_size if full else dim),
             )
         stored_as = self.names.qkv and f"{name}.{self.names.qkv}"
-        qkv = self.linears.fused(parts, hidden, self.plan.format, config.qkv_bias, stored_as)
+        qkv = self.linears.fused(parts, hidden, self.plan.format, config.qkv_bias, stored_as, order)
         o = self.linears.fused({f"{name}.o_proj": hidden}, q_size, self.plan.of_o(), config.o_bias)
         sinks = None
         if config.attention_sinks:

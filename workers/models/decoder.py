@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows, num_groups
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rms_norm_int8
-from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
 from penstock.workers.experts.modes import StepRows
@@ -18,7 +18,8 @@ from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
-from penstock.workers.models.layers import AttentionInputs, LogitScaling, Turn
+from penstock.workers.models.layers import AttentionInputs, LayerCache, LogitScaling, Turn
+from penstock.workers.models.linear_attention import LinearAttention
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope, write_query_scales
 from penstock.workers.models.weight_summary import linears_of, weight_facts
@@ -70,7 +71,7 @@ class Decoder:
         # int8 rows at once, in its form, if that layer takes them. Without such a norm the rows are
         # those of the residual stream.
         self._next_norms = [*(layer.attention_norm for layer in layers[1:]), final_norm]
-        parts = [part for layer in layers for part in (layer.attention, layer.mlp)]
+        parts = [part for layer in layers for part in (layer.mixer, layer.mlp)]
         self._row_forms = [part.row_form for part in parts]
         self._ropes_of = [config.rope_of(index) for index in range(len(layers))]
 
@@ -93,14 +94,15 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         inputs: AttentionInputs,
-        kv_layers: Sequence[PagedKv],
+        kv_layers: Sequence[LayerCache],
         workspace: Workspace | None = None,
         moe_rows: StepRows | None = None,
     ) -> Tensor:
         """Run one flat batch: `token_ids`, `positions` int64 [T] -> [T, hidden], final-normed.
 
         Writes K and V of all rows into `kv_layers` (one a layer, in this decoder's dtype or
-        quantised) and reads the rest of each context from there. All arrays of T rows, the result
+        quantised) and reads the rest of each context from there; of a layer with linear attention
+        it holds the states in their slots. All arrays of T rows, the result
         included, lie in `workspace` (by default a new one). Every layer overwrites the scratch
         blocks of the layer before it. `moe_rows`: rows that are not exact, with an expert cache.
         """
@@ -141,7 +143,7 @@ class Decoder:
     def run_layers(
         self,
         inputs: AttentionInputs,
-        kv_layers: Sequence[PagedKv],
+        kv_layers: Sequence[LayerCache],
         ws: Workspace,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
@@ -165,11 +167,11 @@ class Decoder:
         ):  # fmt: skip
             turn = None if rope is None else turns[rope]
             own = None if adapters is None else adapters.layer(index)
-            if own is None:
-                y = layer.attention(x, ws, inputs, cache, turn, rolled)
+            if own is None or isinstance(layer.mixer, LinearAttention):
+                y = layer.mixer(x, ws, inputs, cache, turn, rolled)
             else:
                 plain = self._plain(x, layer.attention_norm, ws)
-                y = layer.attention.adapted(x, plain, ws, inputs, cache, turn, rolled, own)
+                y = layer.mixer.adapted(x, plain, ws, inputs, cache, turn, rolled, own)
             x = self._add_norm(y, layer.attention_out_norm, layer.mlp_norm, ws, mlp_rows)
             if own is None or isinstance(layer.mlp, MoeMlp):
                 y = layer.mlp(x, ws)

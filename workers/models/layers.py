@@ -12,6 +12,8 @@ from penstock.kernels.attention import (
     rope_write_kv,
     write_kv,
 )
+from penstock.kernels.delta import gate_mul_
+from penstock.kernels.delta_types import DeltaState, StateRows
 from penstock.kernels.matmul import linear
 from penstock.kernels.moe import gated_down, gated_mlp
 from penstock.kernels.quant import Int8Rows
@@ -25,8 +27,11 @@ from penstock.kernels.types import (
     Rolling,
 )
 from penstock.workers.adapters.step import Deltas, LayerRows
+from penstock.workers.errors import InvariantError
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.model_config import ModelConfig
+
+LayerCache = PagedKv | DeltaState  # what one layer keeps of the tokens that are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ class AttentionInputs:
     decode: DecodeBatch  # of num_decode sequences
     prefill: PrefillBatch
     rolling: RollingInputs | None = None  # None: every row sees its whole context
+    states: StateRows | None = None  # None: the model has no recurrent states
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +151,26 @@ class Attention:
         self.softcap = config.attention_softcap
         self.scales_queries = config.query_scaling is not None
         self.row_form = qkv.row_form
+        self.is_gated = config.attention_gate
+        if self.is_gated:  # sigmoids of as many outputs as q has weight the heads' outputs
+            self.heads.append(config.num_heads)
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return self.qkv, self.o
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its other weights."""
+        sinks = () if self.sink_scores is None else (self.sink_scores,)
+        return (*(self.qk_norms or ()), *sinks)
 
     def __call__(
         self,
         x: Tensor | Int8Rows,
         workspace: Workspace,
         inputs: AttentionInputs,
-        kv: PagedKv,
+        kv: LayerCache,
         turn: Turn | None,
         rolled: RolledRows | None,
     ) -> Tensor:
@@ -171,7 +190,7 @@ class Attention:
         plain: Tensor,
         workspace: Workspace,
         inputs: AttentionInputs,
-        kv: PagedKv,
+        kv: LayerCache,
         turn: Turn | None,
         rolled: RolledRows | None,
         adapters: LayerRows,
@@ -190,7 +209,7 @@ class Attention:
         x: Tensor | Int8Rows,
         workspace: Workspace,
         inputs: AttentionInputs,
-        kv: PagedKv,
+        kv: LayerCache,
         turn: Turn | None,
         rolled: RolledRows | None,
         *,
@@ -200,12 +219,14 @@ class Attention:
     ) -> Tensor:
         """The heads' output before the projection, in `attended` [T, heads * head_dim]; q, k and v
         lie in `qkv` meanwhile. `deltas`: added to them first."""
+        if isinstance(kv, DeltaState):
+            raise InvariantError("attention over a recurrent state")
         num_tokens = x.shape[0]
         qkv = linear(x, self.qkv, out=qkv)
         if deltas is not None:
             deltas.add_to(qkv)
         qkv = qkv.view(num_tokens, -1, self.head_dim)
-        q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
+        q, k, v, *gates = qkv.split_with_sizes(self.heads, dim=1)  # [T, heads, head_dim]
         if self.qk_norms is not None:
             q, k = self._normed(q, 0, self.qk_norms), self._normed(k, 1, self.qk_norms)
         if self.clip is not None:
@@ -221,6 +242,8 @@ class Attention:
                 rope_to(q, turn.sink_cos, turn.sink_sin, out=rolled.q_sink)
             rope_write_kv(q, k, v, turn.cos, turn.sin, kv, inputs.slots)
         self._attend(q, rolled, inputs, kv, attended.view(num_tokens, -1, self.head_dim))
+        for gate in gates:
+            gate_mul_(attended, gate.flatten(1))
         return attended
 
     def _normed(self, x: Tensor, which: int, weights: tuple[Tensor, Tensor]) -> Tensor:

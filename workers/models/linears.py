@@ -48,10 +48,12 @@ class Linears:
         format: QuantizedFormat | None,
         bias: bool = False,
         stored_as: str | None = None,
+        order: Tensor | None = None,
     ) -> PackedLinear:
         """Linears over the same input as one packed matrix. `parts`: name -> out features.
 
-        `stored_as`: the name under which all of them may be stored, one after the other."""
+        `stored_as`: the name under which all of them may be stored, one after the other. `order`:
+        of all their outputs, as they are stored."""
         stored = parts
         if stored_as is not None and self.source.has_linear(stored_as):
             stored = {stored_as: sum(parts.values())}
@@ -68,7 +70,12 @@ class Linears:
                 for name, weight, each in zip(stored, weights, rows, strict=True)
             ]
             biases = [each_bias[each] for each_bias, each in zip(biases, rows)]
-        return self.packed(joined(weights), torch.cat(biases) if bias else None, format)
+        weight, all_biases = joined(weights), torch.cat(biases) if bias else None
+        if order is not None:
+            order = order.to(self.source.device)
+            weight = selected(weight, order)
+            all_biases = None if all_biases is None else all_biases[order]
+        return self.packed(weight, all_biases, format)
 
     def packed_head(self, module: str, weight: Weight) -> PackedLinear:
         """Of what `stored` returned for `module`, or of the embedding."""

@@ -62,7 +62,7 @@ def weight_facts(
 def linears_of(layers: Sequence[DecoderLayer]) -> Iterator[PackedLinear]:
     """All packed linears of `layers`, but experts that a cache holds."""
     for layer in layers:
-        yield from (layer.attention.qkv, layer.attention.o)
+        yield from layer.mixer.linears
         if isinstance(layer.mlp, Mlp):
             yield from (layer.mlp.gate_up, layer.mlp.down)
             continue
@@ -76,9 +76,7 @@ def linears_of(layers: Sequence[DecoderLayer]) -> Iterator[PackedLinear]:
 def _tensors(layers: Sequence[DecoderLayer], linears: Sequence[PackedLinear]) -> Iterator[Tensor]:
     for layer in layers:
         yield from layer.norms
-        yield from layer.attention.qk_norms or ()
-        if layer.attention.sink_scores is not None:
-            yield layer.attention.sink_scores
+        yield from layer.mixer.tensors
         if isinstance(layer.mlp, MoeMlp) and layer.mlp.choice_bias is not None:
             yield layer.mlp.choice_bias
     for packed in linears:

@@ -30,7 +30,9 @@ def count_parameters(model: ModelConfig) -> Parameters:
     """The exact number of weights in a checkpoint of this shape."""
     d, layers, num_moe = model.hidden_size, model.num_layers, sum(model.moe_layers)
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = layers * (d * (q + 2 * kv) + q * d)
+    full, gates = model.num_kv_layers, q * model.attention_gate
+    attention = full * (d * (q + gates + 2 * kv) + q * d)
+    states = _of_linear_attention(model)
     dense = (layers - num_moe) * 3 * d * model.intermediate_size
     shared = num_moe * 3 * d * model.shared_expert_intermediate_size
     router_rows = model.num_experts + (shared > 0 and model.shared_expert_gate)
@@ -40,19 +42,41 @@ def count_parameters(model: ModelConfig) -> Parameters:
     norms = 4 if model.norm_place == "sandwich" else 2
     sinks = model.num_heads * model.attention_sinks
     expert_biases = num_moe * model.num_experts * (2 * model.moe_intermediate_size + d)
+    biases += model.qkv_bias * gates
     qk_norms = {"none": 0, "head": 2 * model.head_dim, "full": q + kv}[model.qk_norm]
     mlp_biases = model.mlp_bias * (layers - num_moe) * (2 * model.intermediate_size + d)
     return Parameters(
         embedding=model.vocab_size * d,
         head=0 if model.tie_word_embeddings else model.vocab_size * d,
-        linear=attention + dense + shared,
+        linear=attention + states.linear + dense + shared,
         routed=num_moe * model.num_experts * 3 * d * model.moe_intermediate_size,
-        other=layers * (norms * d + biases + qk_norms + sinks)
+        other=layers * norms * d
+        + full * (biases + qk_norms + sinks)
+        + states.other
         + (d + routers + mlp_biases + model.expert_bias * expert_biases),
-        output=layers * q * d,
+        output=full * q * d + states.output,
         output_rows=layers * d,
-        linear_rows=layers * (q + 2 * kv + d)
+        linear_rows=full * (q + gates + 2 * kv + d)
+        + states.linear_rows
         + (layers - num_moe) * (2 * model.intermediate_size + d)
         + num_moe * (shared > 0) * (2 * model.shared_expert_intermediate_size + d),
         routed_rows=num_moe * model.num_experts * (2 * model.moe_intermediate_size + d),
+    )
+
+
+def _of_linear_attention(model: ModelConfig) -> Parameters:
+    """Of all layers that have it: b and a, which are never quantised, count as `other`."""
+    shape, layers, d = model.linear_attention, sum(model.linear_layers), model.hidden_size
+    if shape is None:
+        return Parameters(embedding=0, head=0, linear=0, routed=0, other=0)
+    heads, rows = shape.num_value_heads, shape.channels + shape.values
+    small = shape.taps * shape.channels + 2 * heads + shape.value_dim
+    return Parameters(
+        embedding=0,
+        head=0,
+        linear=layers * d * (rows + shape.values),
+        routed=0,
+        other=layers * (2 * heads * d + small),
+        output=layers * shape.values * d,
+        linear_rows=layers * (rows + d),
     )

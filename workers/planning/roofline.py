@@ -116,8 +116,17 @@ class Roofline:
     @property
     def kv_bytes_per_token(self) -> float:
         """kappa: K, V and their scales in all layers: of a group, on the device that has most."""
-        num_layers = self.model.num_layers * self.group.layer_share(self.model)
+        num_layers = self.model.num_kv_layers * self.group.layer_share(self.model)
         return num_layers * self._kv_bytes_per_layer
+
+    @property
+    def state_bytes(self) -> int:
+        """The recurrent state of one sequence: of layers with linear attention."""
+        shape = self.model.linear_attention
+        if shape is None:
+            return 0
+        each = shape.state_elements * 4 + shape.kept_elements * self._format.other_bytes
+        return sum(self.model.linear_layers) * each
 
     @property
     def block_bytes(self) -> int:
@@ -130,7 +139,9 @@ class Roofline:
         """The regions of a step: residual, norm or attention output, and the widest of the rest
         (packed q, k, v; or gate and up, for each of a token's experts)."""
         m = self.model
-        qkv = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+        qkv = (m.num_heads * (1 + m.attention_gate) + 2 * m.num_kv_heads) * m.head_dim
+        if m.linear_attention is not None:
+            qkv = max(qkv, m.linear_attention.channels + m.linear_attention.values)
         dense = 0 if all(m.moe_layers) else 2 * m.intermediate_size
         routed = 2 * m.num_experts_per_token * m.moe_intermediate_size
         shared = 2 * m.shared_expert_intermediate_size
@@ -146,9 +157,14 @@ class Roofline:
         )
 
     def largest_batch(self, context: int) -> int:
-        """How many sequences of `context` tokens fit; `context` is at least 1."""
+        """How many sequences of `context` tokens fit; `context` is at least 1. Of recurrent states,
+        each has two: a step reads one and writes the other."""
         assert context > 0
-        return self.num_blocks // -(-context // self.block_size)
+        blocks = -(-context // self.block_size)
+        if not self.state_bytes:
+            return self.num_blocks // blocks
+        each = blocks * self.block_bytes + 2 * self.state_bytes
+        return self.num_blocks * self.block_bytes // each
 
     # -- FLOPs
 
@@ -173,7 +189,7 @@ class Roofline:
     def mixed(self, rows: int, sampled: int, cached: int, pairs: int) -> StepTime:
         """A step of `rows` tokens, `sampled` of which need logits. In each layer it reads `cached`
         tokens, and multiplies `pairs` of a query and a key; windows of the model are left out."""
-        layers = self.model.num_layers
+        layers = self.model.num_kv_layers
         return self._step(rows, sampled, cached * layers, pairs * layers)
 
     def prefill_s(self, num_tokens: int, chunk: int | None = None) -> float:
@@ -303,13 +319,14 @@ class Roofline:
         # Every part reads the weights of a stage; the stages before and after it are idle at the
         # ends.
         parts, turns = group.turns(rows)
+        states = 2 * self.state_bytes * max(1, head_rows)  # one of each sequence
         by_part = turns * group.layer_share(m)
         by_row = by_part / parts
         head_compute_s = head_rows * self.head_flops / head_peak / group.ranks
         return StepTime(
             weights_s=(layers_s + other_s) * by_part + head_s,
             linear_s=rows * self._token_s * by_row + head_compute_s,
-            kv_s=read * self._kv_bytes_per_layer * by_row / self.device.bandwidth,
+            kv_s=(read * self._kv_bytes_per_layer * by_row + states) / self.device.bandwidth,
             attention_s=4
             * m.num_heads
             * group.kv_share(m)
@@ -322,14 +339,20 @@ class Roofline:
             exchange_s=group.exchange_s(m, rows, head_rows, fmt.other_bytes),
         )
 
+    @property
+    def _windows(self) -> list[int | None]:
+        """Of the layers with K and V."""
+        m = self.model
+        return [each for i, each in enumerate(m.sliding_window) if not m.is_linear(i)]
+
     def _seen(self, context: int) -> int:
         """Keys that a row at the end of `context` tokens sees, summed over the layers."""
-        return sum(min(context, window or context) for window in self.model.sliding_window)
+        return sum(min(context, window or context) for window in self._windows)
 
     def _seen_by(self, num_tokens: int) -> int:
         """Keys that the first `num_tokens` rows see, summed over rows and layers."""
         total = 0
-        for window in self.model.sliding_window:
+        for window in self._windows:
             ramp = min(num_tokens, window or num_tokens)
             total += ramp * (ramp + 1) // 2 + (num_tokens - ramp) * ramp
         return total

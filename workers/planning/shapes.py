@@ -8,10 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.families.linear_attention import LinearAttentionConfig
 from penstock.workers.families.router_config import RouterConfig
 from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.rope_config import RopeConfig
+
+
+def _hybrid(num_layers: int) -> dict[str, Any]:
+    """Gated DeltaNet in three layers of four, as Qwen3-Next has it."""
+    return {
+        "attention_gate": True, "norm_offset": 1.0,
+        "linear_layers": tuple((i + 1) % 4 > 0 for i in range(num_layers)),
+        "linear_attention": LinearAttentionConfig(16, 32, 128, 128, 4),
+    }  # fmt: skip
 
 
 def _shape(
@@ -119,6 +129,11 @@ SHAPES = {
         experts=(128, 8), moe_intermediate_size=1408, moe_layers=(False,) + (True,) * 45,
         qkv_bias=True, shared_expert_intermediate_size=1408, shared_expert_gate=False,
         router=replace(_SIGMOID, in_fp32=True),
+    ),
+    "Qwen3-Next-80B-A3B": _shape(
+        "Qwen3NextForCausalLM", 151936, 2048, 48, (16, 2), 512, context=262144, theta=1e7,
+        head_dim=256, rotary_dim=64, experts=(512, 10), shared_expert_intermediate_size=512,
+        **_hybrid(48),
     ),
     "MiniMax-M2": _shape(
         "MiniMaxM2ForCausalLM", 200064, 3072, 62, (48, 8), 1536, context=196608, theta=5e6,

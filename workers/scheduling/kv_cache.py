@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from penstock.workers.errors import InvariantError
 from penstock.workers.memory.block_pool import BlockPool, ContentKey
 from penstock.workers.scheduling.sequence import Sequence
+from penstock.workers.scheduling.states import StateCache
 from penstock.workers.scheduling.swap import HostSwap, Swapped
 
 
@@ -41,6 +42,7 @@ class KVCache:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.swap: HostSwap | None = None  # host memory for blocks that leave the pool
+        self.states: StateCache | None = None  # of models with linear attention
         self._root = hashlib.blake2b(salt, digest_size=16).digest()
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -63,6 +65,12 @@ class KVCache:
             return self._admit_swapped(self.swap, seq, swapped)
         reusable = self.prefix_cache and seq.request.params.prompt_logprobs is None
         hit = self._find_prefix(seq) if reusable else Hit([], [], [])
+        num_shared = len(hit.blocks)
+        if self.states is not None:
+            if not self.states.has_room:
+                return False
+            num = self.states.num_reusable(hit.keys)
+            hit = Hit(hit.blocks[:num], hit.keys[:num], [])
         num_found = (hit.num_rolled + len(hit.blocks)) * self.block_size
         begins = self.tokens_to_begin(seq)
         if hit.num_rolled:
@@ -77,6 +85,8 @@ class KVCache:
         seq.block_table.extend(hit.blocks)
         seq.block_keys, seq.num_rolled_blocks = hit.keys, hit.num_rolled
         seq.num_computed_tokens = num_found
+        if self.states is not None:
+            self.states.admit(seq, hit.keys, num_shared)
         grown = self.grow(seq, begins)
         if not grown:
             raise InvariantError("num_available promised these blocks")
@@ -152,6 +162,8 @@ class KVCache:
         index newly completed blocks, and free blocks that no later token sees."""
         if self.prefix_cache:
             self._index(seq, num_computed)
+        if self.states is not None:
+            self.states.commit(seq, num_computed)
         rolled = seq.context.window_start(num_computed) // self.block_size
         num_dead = rolled - seq.context.num_sink_blocks - seq.num_rolled_blocks
         if num_dead > 0:
@@ -196,6 +208,8 @@ class KVCache:
         seq.content_keys = []
         if self.swap is not None:
             self.swap.stop(seq)
+        if self.states is not None:
+            self.states.release(seq)
         for block_id in reversed(seq.block_table):
             self.pool.release(block_id)
         seq.block_table = array("i")
@@ -204,6 +218,8 @@ class KVCache:
 
     def forget(self, seq: Sequence) -> None:
         """Remove the blocks of `seq` from the prefix index; `free` must follow."""
+        if self.states is not None:
+            self.states.forget(seq)
         for block_id in seq.block_table:
             self.pool.index.forget(block_id)
 

@@ -10,6 +10,19 @@ from dataclasses import dataclass, field
 from penstock.workers.scheduling.sequence import Sequence
 from penstock.workers.speculation.draft import Draft
 
+NO_STATE = -1  # the state before the first token: no slot holds it
+
+
+@dataclass(frozen=True, slots=True)
+class StateMoves:
+    """The slots of one chunk: `source` has the state before it, or is NO_STATE, and after
+    `writes[i][0]` of its tokens the state goes to slot `writes[i][1]`. The sequence goes on from
+    `target`: one of these slots, or the source."""
+
+    source: int
+    writes: tuple[tuple[int, int], ...]
+    target: int
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -20,6 +33,8 @@ class Chunk:
 
     With a `draft`, which only a chunk of one token has, the step also computes a row for each of
     its tokens, and samples from all of these rows.
+
+    `moves`: of a model with recurrent states, once the plan is complete.
     """
 
     seq: Sequence
@@ -28,6 +43,7 @@ class Chunk:
     num_deferred: int = 0
     scratch: tuple[int, ...] = ()
     draft: Draft | None = None
+    moves: StateMoves | None = None
 
     @property
     def drafts(self) -> tuple[int, ...]:

@@ -161,6 +161,8 @@ class Scheduler:
         self._shorten(plan)
         if self.drafting is not None and self.num_preemptions == before:
             self.drafting.extend(plan)
+        if self.cache.states is not None:
+            self.cache.states.assign(plan)
         return plan
 
     def _schedule_decoding(self, plan: Plan, budget: int) -> int:

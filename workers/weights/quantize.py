@@ -56,7 +56,7 @@ log = logging.getLogger("penstock.quantize")
 # The linear layers of all families; routers, embeddings and norms have other names.
 _LINEAR = re.compile(
     r"\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj"
-    r"|experts\.\d+\.w[123])\.weight$"
+    r"|experts\.\d+\.w[123]|in_proj_qkvz|in_proj_qkv|in_proj_z|out_proj)\.weight$"
 )
 _ALL_EXPERTS = re.compile(
     r"\.experts\.(gate_up_proj|down_proj)$|\.block_sparse_moe\.(in|out)put_linear\.weight$"
@@ -181,7 +181,7 @@ def plan_quantize(
             )
         module = name.removesuffix(".weight")
         is_linear = bool(_LINEAR.search(name)) or name == "lm_head.weight"
-        skips = (module.endswith(".o_proj") and not quantize_o) or (
+        skips = (module.endswith((".o_proj", ".out_proj")) and not quantize_o) or (
             name == "lm_head.weight" and not quantize_lm_head
         )
         if is_linear and len(stored.shape) != 2:

@@ -51,6 +51,12 @@ def _of_workers(config: ServeConfig, info: WorkerInfo, stats: EngineStats) -> li
             f"{num_tokens / info.max_model_len:.1f} requests of {info.max_model_len:,} tokens "
             f"at a time; at most {stats.max_num_seqs} in a step; prefix caching {reuse}"
         )
+    if stats.states is not None:
+        num, size = stats.states.num_slots, stats.states.slot_bytes / 2**20
+        lines.append(
+            f"  states     {num:,} slots of {size:.1f} MiB a worker, two for each request in a "
+            "step; the others keep states of prefixes"
+        )
     return lines
 
 

@@ -64,6 +64,17 @@ WORKER_GAUGES: tuple[tuple[str, str, _Of], ...] = (
         lambda s: s.num_host_blocks_used / max(1, s.num_host_blocks),
     ),
     (
+        "penstock_state_slots_usage_ratio",
+        "Share of the slots for recurrent states that requests use: of models with linear "
+        "attention.",
+        lambda s: 0.0 if s.states is None else s.states.num_live / s.states.num_slots,
+    ),
+    (
+        "penstock_state_snapshots",
+        "States of prefixes that later requests may begin with, likewise.",
+        lambda s: 0 if s.states is None else s.states.num_snapshots,
+    ),
+    (
         "penstock_outstanding_tokens",
         "Prompt tokens to compute and answer tokens still allowed.",
         lambda s: s.num_outstanding_tokens,

@@ -11,6 +11,7 @@
 //   may be of codes and fp16 scales (attention/kv_codes.h).
 
 #include "attention/decode.h"
+#include "delta.h"
 #include "matmul/expert_rows.h"
 #include "export.h"
 #include "gather.h"
@@ -32,6 +33,8 @@ OPERATOR(swiglu, SwigluArgs)
 OPERATOR(quantize, QuantizeArgs)
 OPERATOR(combine, CombineArgs)
 OPERATOR(hadamard, HadamardArgs)
+OPERATOR(delta, DeltaArgs)
+OPERATOR(gate_mul, GateMulArgs)
 OPERATOR(unpack_neurons, UnpackArgs)
 OPERATOR(neuron_mlp, NeuronArgs)
 

@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 
 from penstock.kernels.triton import attention as attention_triton
 from penstock.kernels.triton import attention_kernels as programs
+from penstock.kernels.triton import delta as delta_triton
 from penstock.kernels.triton import kv_write as kv_triton
 from penstock.kernels.triton import rowwise as rowwise_triton
 
@@ -45,6 +46,17 @@ PREFILL = CACHE | {"starts_ptr": "i32", "out_ptr": "bf16"}
 PREFILL_SIZES = HEADS | SPLIT_SIZES | {"QUERY_TILE": 128, "KEY_TILE": 64} | PLAIN
 ROPE = {"x_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32", "out_ptr": "bf16"}
 ROPE_SIZES = {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEAD_TILE": 32, "HALF_TILE": 64}
+
+DELTA = {
+    **dict.fromkeys(("mixed_ptr", "z_ptr", "ba_ptr", "last_ptr", "out_ptr"), "bf16"),
+    **dict.fromkeys(("conv_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "state_ptr"), "fp32"),
+    **dict.fromkeys(("starts_ptr", "sources_ptr", "write_starts_ptr"), "i32"),
+    **dict.fromkeys(("write_after_ptr", "write_slots_ptr"), "i32"),
+}
+DELTA_SIZES = {  # of Qwen3-Next
+    "CHANNELS": 8192, "TAPS": 4, "KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128,
+    "VALUE_DIM": 128, "KEYS": 128, "VALUES": 128,
+}  # fmt: skip
 
 
 def capped(sizes: dict) -> dict:
@@ -107,6 +119,8 @@ KERNELS = [
         4,
         3,
     ),
+    (delta_triton._delta_kernel, DELTA, DELTA_SIZES, 8, 3),
+    (delta_triton._gate_mul_kernel, {"x_ptr": "bf16", "gate_ptr": "bf16"}, {"TILE": 1024}, 4, 3),
     (
         rowwise_triton._combine_kernel,
         {"routed_ptr": "bf16", "places_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "bf16"},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.kernels.delta_types import DeltaState
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
@@ -25,7 +26,7 @@ from tests.workers.checkpoints import (
 )
 
 BUILTIN = ("builtin", "builtin-moe")
-VARIANTS = ("gpt_oss-window", "glm4_moe-groups")
+VARIANTS = ("gpt_oss-window", "glm4_moe-groups", "qwen3_next-dense")
 LENGTHS = [1, 2, 15, 16, 17, 33, 50, 64, 7, 1, 40, 23]
 PROMPTS = [tuple(random_prompt(length, seed)) for seed, length in enumerate(LENGTHS)]
 NUM_NEW = 12
@@ -52,7 +53,16 @@ def make_engine(model, **settings):
     """An engine whose fresh memory is all NaN."""
     engine = Engine(EngineConfig(**{"num_blocks": 256, "block_size": 16, **settings}), model)
     engine.arena.storage.fill_(0xFF)
+    poison_states(engine)
     return engine
+
+
+def poison_states(engine):
+    """Fill the slots of recurrent states with NaN."""
+    for layer in engine.executor.kv_layers:
+        if isinstance(layer, DeltaState):
+            layer.matrix.fill_(float("nan"))
+            layer.last.fill_(float("nan"))
 
 
 def run(engine, requests):

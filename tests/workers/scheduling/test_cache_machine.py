@@ -1,9 +1,11 @@
-"""Scheduler, pool, prefix cache, loans, rolls, deferrals, swaps together, against a simple model.
+"""Scheduler, pool, prefix cache, loans, rolls, deferrals, swaps and recurrent states together,
+against a simple model.
 
 Instead of K and V, a slot holds a digest of all tokens up to its own, and of the policy once tokens
 were evicted. So in each step it can be
 seen of every row whether the block table leads to just the keys that its policy lets it see,
-whatever has been shared, rolled, deferred, evicted, swapped or loaded before. A step that is
+whatever has been shared, rolled, deferred, evicted, swapped or loaded before. A recurrent state
+is the digest of all tokens that it has seen. A step that is
 launched ahead computes as late as it may, with whatever the host has done to memory since.
 """
 
@@ -24,12 +26,14 @@ from penstock.workers.memory.block_pool import BlockPool
 from penstock.workers.memory.copier import Transfer
 from penstock.workers.memory.host_tier import HostTier
 from penstock.workers.memory.restore import RestoreRule
+from penstock.workers.memory.state_slots import StatePool
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.scheduling.deferral import Deferral
 from penstock.workers.scheduling.kv_cache import KVCache
-from penstock.workers.scheduling.plan import Chunk
+from penstock.workers.scheduling.plan import NO_STATE, Chunk
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.sequence import Sequence
+from penstock.workers.scheduling.states import StateCache
 from penstock.workers.scheduling.swap import HostSwap
 from tests.workers.commit_rules import GivenRule
 
@@ -115,10 +119,11 @@ class Machine(RuleBasedStateMachine):
         restore=st.sampled_from(("auto", "load", "recompute", "split")),
         max_tokens=st.integers(4, 24),
         async_scheduling=st.booleans(),
+        num_states=st.sampled_from((0, 0, 2, 5, 9, 30)),
     )
     def begin(
         self, block_size, num_blocks, num_slots, prefix_cache, deferral, restore, max_tokens,
-        async_scheduling,
+        async_scheduling, num_states,
     ):  # fmt: skip
         self.size = block_size
         num_scratch = 6 if deferral else 0
@@ -126,6 +131,11 @@ class Machine(RuleBasedStateMachine):
         self.memory = torch.full((num_blocks + num_scratch, block_size), POISON)
         self.pool = BlockPool(num_blocks, num_tail=num_blocks // 4)
         self.cache = KVCache(self.pool, block_size, prefix_cache=prefix_cache, salt=b"salt")
+        self.states = [POISON] * num_states  # by slot; none: no recurrent states
+        if num_states:
+            self.cache.states = StateCache(
+                StatePool(num_states), block_size, keeps_snapshots=prefix_cache
+            )
         self.scheduler = Scheduler(self.cache, max_num_seqs=4, max_num_batched_tokens=max_tokens)
         self.coins = CoinRule()
         if deferral:
@@ -133,7 +143,7 @@ class Machine(RuleBasedStateMachine):
                 self.coins, deferral, min(9, max_tokens - 1), num_scratch
             )
         self.link: Any = None  # HeldLink, with host memory
-        if num_slots:
+        if num_slots and not num_states:
             self.add_host_memory(num_slots, restore)
         self.live: list[Sequence] = []
         self.known: dict[int, list[int]] = {}
@@ -168,7 +178,7 @@ class Machine(RuleBasedStateMachine):
             seq, shape = self.added[turn % len(self.added)]
             prompt = [token for token in seq.token_ids if token != STOP] + prompt[:9]
         most = len(prompt) + num_new
-        if shape is not None:
+        if shape is not None and not self.states:
             sinks, window, roll = shape
             context = rolling = SinkWindow(sinks, window, min(roll, window), self.size)
             most = rolling.full_tokens + self.size
@@ -244,6 +254,8 @@ class Machine(RuleBasedStateMachine):
             if chunk.samples:
                 self.unread.setdefault(seq.order, []).append(self.next_token(seq))
             seq.mark_launched(chunk.length, chunk.num_deferred, chunk.samples)
+            if self.cache.states is not None:
+                self.cache.states.mark_launched(seq)
         return StepInFlight(rows, first)
 
     def tokens(self, seq):
@@ -275,6 +287,22 @@ class Machine(RuleBasedStateMachine):
                     if p < ends[0] or p >= starts[0]:
                         block, offset = self.place(row, p)
                         assert memory[block][offset] == row.digests[p], f"row {t} misses key {p}"
+        if self.states:
+            self.move_states(launched.rows)
+
+    def move_states(self, rows):
+        """All states are read before one is written: no slot may be both."""
+        for row in rows:
+            start, source = row.chunk.start, row.chunk.moves.source
+            assert (source == NO_STATE) == (start == 0), "a sequence begins without its state"
+            if start:
+                assert self.states[source] == row.digests[start - 1], "it is another state"
+        slots = [slot for row in rows for _, slot in row.chunk.moves.writes]
+        assert len(set(slots)) == len(slots), "two states go to one slot"
+        assert not {*slots} & {row.chunk.moves.source for row in rows}, "a slot is read, too"
+        for row in rows:
+            for after, slot in row.chunk.moves.writes:
+                self.states[slot] = row.digests[row.chunk.start + after - 1]
 
     def digests(self, seq):
         """Of the tokens of `seq` up to each of them."""
@@ -311,6 +339,9 @@ class Machine(RuleBasedStateMachine):
     def poison(self):
         for block_id in self.pool._free:
             self.memory[block_id] = POISON
+        if self.states and self.in_flight is None:  # a step that is launched may read a free slot
+            for slot in self.cache.states.pool._free:
+                self.states[slot] = POISON
 
     def check(self):
         self.pool.check([seq.block_table for seq in (*self.live, *self.scheduler.leaving)])
@@ -329,6 +360,8 @@ class Machine(RuleBasedStateMachine):
                 assert len(seq.block_table) <= self.cache.blocks_for(most) + 2
         if self.cache.swap is not None:
             self.cache.swap.tier.check()
+        if self.cache.states is not None:
+            self.cache.states.check([*self.scheduler.running, *self.scheduler.leaving])
 
 
 # About 24,000 steps of the scheduler.

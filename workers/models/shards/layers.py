@@ -18,7 +18,7 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.moe import Expert, Visited
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import act_mul, rms_norm
-from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routing import LayerRouting
@@ -29,6 +29,7 @@ from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import (
     Attention,
     AttentionInputs,
+    LayerCache,
     Mlp,
     RolledRows,
     Turn,
@@ -58,7 +59,7 @@ class ShardAttention(Attention):
         x: Tensor | Int8Rows,
         workspace: Workspace,
         inputs: AttentionInputs,
-        kv: PagedKv,
+        kv: LayerCache,
         turn: Turn | None,
         rolled: RolledRows | None,
     ) -> Tensor:
@@ -203,7 +204,7 @@ class ShardDecoder(Decoder):
     def run_layers(
         self,
         inputs: AttentionInputs,
-        kv_layers: Sequence[PagedKv],
+        kv_layers: Sequence[LayerCache],
         ws: Workspace,
         adapters: StepAdapters | None = None,
     ) -> Tensor:

@@ -19,7 +19,7 @@ from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
-from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.models.layers import AttentionInputs, LayerCache
 from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.shard import Shard
@@ -80,14 +80,15 @@ class StageDecoder(ShardDecoder):
     def run_layers(
         self,
         inputs: AttentionInputs,
-        kv_layers: Sequence[PagedKv],
+        kv_layers: Sequence[LayerCache],
         ws: Workspace,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
         assert adapters is None, "the configuration allows no adapters in a group"
         assert self._rows is not None, "begin comes first"
         token_ids, positions = self._rows
-        keeps_chunks = kv_layers[0].scratch is not None
+        first = kv_layers[0]
+        keeps_chunks = isinstance(first, PagedKv) and first.scratch is not None
         parts = parts_of(inputs, self.stage.num_stages, keeps_chunks=keeps_chunks)
         with self._whole():
             for part in parts:

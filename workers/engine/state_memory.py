@@ -1,0 +1,73 @@
+"""The memory of recurrent states, for models with linear attention: how many slots, and where.
+
+What such a model cannot have yet is refused here, by name, before memory is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from penstock.kernels.delta_types import DeltaState
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.sizing import cache_budget
+from penstock.workers.errors import ConfigError
+from penstock.workers.memory.state_slots import StateLayout
+from penstock.workers.models.decoder import Decoder
+
+log = logging.getLogger("penstock.engine")
+
+LEAST_SNAPSHOTS = 64  # by default, and as many as sequences, where memory allows
+STATE_FRACTION = 0.5  # of the memory for the KV cache, at most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateMemory:
+    """`layers`: the states of each layer with linear attention, in its slots."""
+
+    num_slots: int
+    num_bytes: int
+    layers: list[DeltaState]
+
+
+def state_memory(config: EngineConfig, model: Decoder) -> StateMemory | None:
+    """None: the model has no recurrent states. Raises ConfigError where memory is short."""
+    shape = model.config.linear_attention
+    if shape is None or not model.config.has_states:
+        return None
+    layout = StateLayout(sum(model.config.linear_layers), shape, model.dtype)
+    num_slots = config.num_state_slots or _num_slots(config, layout, model.device)
+    memory = torch.empty(num_slots, layout.slot_bytes, dtype=torch.uint8, device=model.device)
+    log.info(
+        "recurrent states: %d slots of %.2f MiB; two for each of up to %d running sequences, the "
+        "others for states of prefixes",
+        num_slots,
+        layout.slot_bytes / 2**20,
+        min(config.max_num_seqs, num_slots // 2),
+    )
+    return StateMemory(num_slots, memory.numel(), layout.views(memory))
+
+
+def check_states(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that a model with recurrent states cannot have yet."""
+    for name in ("host_kv_gb", "enable_lora"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} cannot be combined with a model that has linear attention yet: leave it "
+                "out"
+            )
+
+
+def _num_slots(config: EngineConfig, layout: StateLayout, device: torch.device) -> int:
+    wanted = 2 * config.max_num_seqs + max(LEAST_SNAPSHOTS, config.max_num_seqs)
+    budget = cache_budget(config, device) * STATE_FRACTION
+    num_slots = min(wanted, int(budget // layout.slot_bytes))
+    if num_slots < 2:
+        raise ConfigError(
+            f"half of the {2 * budget / 2**30:.2f} GiB for the KV cache holds no two recurrent "
+            f"states of {layout.slot_bytes / 2**20:.1f} MiB, which one sequence needs; raise "
+            "kv_cache_gb, or set num_state_slots"
+        )
+    return num_slots
