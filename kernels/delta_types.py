@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 
+MAX_TAPS = 16  # tokens that a convolution sees: as the native library has it
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaWeights:
     """What a gated DeltaNet layer has besides its projections, all fp32.
@@ -42,6 +45,7 @@ class DeltaWeights:
         """What every backend relies on. Raises AssertionError."""
         assert all(each.dtype == torch.float32 and each.is_contiguous() for each in self.tensors)
         assert self.num_value_heads % self.num_key_heads == 0
+        assert self.conv.shape[0] <= MAX_TAPS
         keys = 2 * self.num_key_heads * self.key_dim
         assert self.conv.shape[1] == keys + self.num_value_heads * self.value_dim
 

@@ -47,10 +47,10 @@ LOADED = {
     "Glm4MoeForCausalLM": (EXPERTS, "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "MiniMaxM2ForCausalLM": (EXPERTS, "MiniMax M2"),
     "GraniteMoeForCausalLM": (EXPERTS, "Granite 3.0 and 3.1, 1B-A400M and 3B-A800M"),
-    "Qwen3_5ForCausalLM": (DENSE, "Qwen3.5"),
-    "Qwen3NextForCausalLM": (EXPERTS, "Qwen3-Next-80B-A3B"),
-    "Qwen3_5MoeForCausalLM": (EXPERTS, "Qwen3.5 mixtures"),
     "GptOssForCausalLM": (EXPERTS, "gpt-oss-20b, gpt-oss-120b"),
+    "Qwen3NextForCausalLM": (EXPERTS, "Qwen3-Next-80B-A3B"),
+    "Qwen3_5ForCausalLM": (DENSE, "Qwen3.5"),
+    "Qwen3_5MoeForCausalLM": (EXPERTS, "Qwen3.5 mixtures"),
 }
 # Of text and images, of which the language model alone is loaded: see families.table.WRAPPERS.
 WRAPPED = {
@@ -79,8 +79,8 @@ SWITCHES = {
     "query_scaling": "queries grow with their position",
     "attention_sinks": "a learned score of each head that takes weight from all keys",
     "attention_gate": "sigmoids weight the heads' outputs",
-    "linear_layers": "layers with linear attention, whose shape is",
-    "linear_attention": "heads, dimensions and taps of gated DeltaNet",
+    "linear_attention": "gated DeltaNet: heads, their dimensions, tokens of its convolution",
+    "linear_layers": "the layers that have it",
     "num_experts": "routed experts",
     "norm_topk_prob": "weights of a token's experts sum to one",
     "shared_expert_intermediate_size": "an expert for every token",

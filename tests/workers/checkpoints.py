@@ -57,7 +57,8 @@ _GPT_OSS = {
     },
 }  # fmt: skip
 _HYBRID = {
-    **_DENSE, "num_hidden_layers": 4, "head_dim": 24, "full_attention_interval": 2,
+    **_DENSE, "head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
     "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
@@ -151,9 +152,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", {**_GPT_OSS, "layer_types": ["full_attention"] * 3}),
     "qwen3_next": ("qwen3_next", _HYBRID_MOE),
-    "qwen3_5": ("qwen3_5_text", _HYBRID),
-    "qwen3_5_moe": ("qwen3_5_moe_text", _HYBRID_MOE),
+    "qwen3_5_text": ("qwen3_5_text", _HYBRID),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _HYBRID_MOE),
 }
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {**_DENSE, "tie_word_embeddings": True}),
     "llama-bias": ("llama", {**_WIDE, "attention_bias": True, "mlp_bias": True}),
@@ -250,11 +252,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
-    # One key head for all value heads, and a layer that is dense.
+    # One key head for all value heads, a layer that is dense, and layers by an interval.
     "qwen3_next-dense": (
         "qwen3_next",
         {
             **_HYBRID_MOE,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "full_attention_interval": 2,
             "linear_num_key_heads": 1,
             "linear_num_value_heads": 3,
             "mlp_only_layers": [1],

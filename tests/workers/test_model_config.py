@@ -40,7 +40,7 @@ def test_every_family_is_recognised_by_its_config_alone(architecture: str):
     config = ModelConfig.from_pretrained(make_checkpoint(name))
     assert (config.architecture, config.model_type) == (architecture, name)
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
-    moe = "moe" in name or name in ("mixtral", "minimax_m2", "gpt_oss")
+    moe = "moe" in name or name in ("mixtral", "minimax_m2", "gpt_oss", "qwen3_next")
     assert config.moe_layers == (moe,) * 3
     assert config.num_experts == (5 if moe else 0)
     assert config.num_experts_per_token == (2 if moe else 0)

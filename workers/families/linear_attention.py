@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from penstock.workers.errors import ConfigError
 
 
+MAX_TAPS = 16  # as kernels/delta_types.py has it
+
+
 @dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
     """Gated DeltaNet (arXiv 2412.06464), of which each value head has a state of fixed size."""
@@ -21,6 +24,8 @@ class LinearAttentionConfig:
         for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "taps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"linear_attention.{name} must be positive")
+        if self.taps > MAX_TAPS:
+            raise ConfigError(f"linear_conv_kernel_dim must be at most {MAX_TAPS}; got {self.taps}")
         if self.num_value_heads % self.num_key_heads:
             raise ConfigError(
                 f"linear_num_value_heads ({self.num_value_heads}) is not a multiple of "

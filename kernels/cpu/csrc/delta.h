@@ -8,6 +8,8 @@
 
 #include "rowwise.h"
 
+constexpr int64_t MAX_TAPS = 16;
+
 struct DeltaArgs {
     int64_t dtype;
     const void* mixed;  // [tokens, channels]: q, k and v of all heads
@@ -27,7 +29,7 @@ struct DeltaArgs {
     const int32_t *starts, *sources, *write_starts, *write_after, *write_slots;
     void* out;  // [tokens, value_heads * value_dim]
     int64_t out_stride;
-    int64_t sequences, taps, key_heads, value_heads, key_dim, value_dim, threads;
+    int64_t sequences, taps /* at most MAX_TAPS */, key_heads, value_heads, key_dim, value_dim, threads;
 };
 LAYOUT(DeltaArgs,
        FIELD(dtype) FIELD(mixed) FIELD(mixed_stride) FIELD(z) FIELD(z_stride) FIELD(ba) FIELD(ba_stride)
@@ -108,15 +110,14 @@ struct DeltaTask {
         return (const T*)a.last + source * a.last_stride + (a.taps - 1 + row) * channels;
     }
 
-    // Channels [at, at + n) of the convolution's output for `row`.
-    void convolve(int64_t row, int64_t at, int64_t n, float* out) const {
+    // Channels [at, at + n) of the convolution's output for the row that sees the rows `seen`.
+    void convolve(const T* const* seen, int64_t at, int64_t n, float* out) const {
         for (int64_t c = 0; c < n; c += W) {
             vf sum = {};
             for (int64_t tap = 0; tap < a.taps; ++tap) {
-                const T* x = mixed_at(row - a.taps + 1 + tap);
-                if (!x) continue;
+                if (!seen[tap]) continue;
                 const float* weight = a.conv + tap * channels + at + c;
-                sum += load_up_to(x + at + c, n - c) * load_up_to(weight, n - c);
+                sum += load_up_to(seen[tap] + at + c, n - c) * load_up_to(weight, n - c);
             }
             store(out + c, activated<SILU>(sum));
         }
@@ -205,12 +206,14 @@ struct DeltaTask {
         const int64_t end = a.write_starts[sequence + 1];
         const float q_factor = 1.0f / std::sqrt((float)a.key_dim);
         for (int64_t row = 0; row < rows; ++row) {
-            convolve(row, q_at, a.key_dim, own.q.data());
-            convolve(row, k_at, a.key_dim, own.k.data());
+            const T* seen[MAX_TAPS];
+            for (int64_t tap = 0; tap < a.taps; ++tap) seen[tap] = mixed_at(row - a.taps + 1 + tap);
+            convolve(seen, q_at, a.key_dim, own.q.data());
+            convolve(seen, k_at, a.key_dim, own.k.data());
             normalise(own.q.data(), q_factor);
             normalise(own.k.data(), 1.0f);
             for (int64_t n = 0; n < shared; ++n) {
-                convolve(row, v_at + n * a.value_dim, a.value_dim, own.v.data());
+                convolve(seen, v_at + n * a.value_dim, a.value_dim, own.v.data());
                 update(row, head * shared + n, own.state.data() + n * cells);
                 put(row, head * shared + n);
             }

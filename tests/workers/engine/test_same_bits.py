@@ -46,9 +46,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "soft caps, fp8 KV": ("gemma2", "bf16", {"kv": "fp8"}),
     "wide norms, bf16": ("gemma3_text", "bf16", {}),
     "linear attention, experts": ("qwen3_next", "fp32", {}),
-    "linear attention, bf16": ("qwen3_5", "bf16", {}),
-    "linear attention, int8, int8 KV": ("qwen3_5", "int8", {"kv": "int8", "kv_group": "8"}),
-    "linear attention, int4": ("qwen3_5_moe", "int4", {}),
+    "linear attention, bf16": ("qwen3_5_text", "bf16", {}),
+    "linear attention, int8, int8 KV": ("qwen3_5_text", "int8", {"kv": "int8", "kv_group": "8"}),
+    "linear attention, int4": ("qwen3_5_moe_text", "int4", {}),
 }
 
 

@@ -34,13 +34,15 @@ WRAPPED = {
     "mistral3": ("mistral", "pixtral", "MistralForCausalLM"),
     "mistral3-ministral3": ("ministral3", "pixtral", "Ministral3ForCausalLM"),
     "gemma3": ("gemma3_text", "siglip_vision_model", "Gemma3ForCausalLM"),
+    "qwen3_5": ("qwen3_5_text", "qwen3_5_vision", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision", "Qwen3_5MoeForCausalLM"),
 }
 
 
 def wrapped(name: str, folder: Path) -> Any:
     """A model of text and images, saved in `folder`: transformers' own."""
     text_type, vision_type, _ = WRAPPED[name]
-    text = {**ALL[text_type][1], "model_type": text_type}
+    text = {**ALL[text_type][1], "model_type": ALL[text_type][0]}
     vision = {**_VISION, "model_type": vision_type}
     config = AutoConfig.for_model(
         name.partition("-")[0], text_config=text, vision_config=vision, tie_word_embeddings=False
@@ -67,7 +69,7 @@ def test_the_text_of_a_model_of_several_parts(name: str, tmp_path: Path, caplog)
     expected = continued(wrapped(name, newer), random_prompt(21))
     assert len(set(expected)) > 5, "a test on constant ids would show little"
     stored = load_file(newer / "model.safetensors")
-    assert any("vision" in each for each in stored)
+    assert any("vision" in each or "visual" in each for each in stored)
     older.mkdir()
     (older / "config.json").write_bytes((newer / "config.json").read_bytes())
     prefixes = [
@@ -98,7 +100,8 @@ def test_the_text_of_a_model_of_several_parts(name: str, tmp_path: Path, caplog)
     plain, rounded = (
         PagedDecoder(each).step((Tokens(prompt), len(prompt)))[0] for each in (decoder, quantised)
     )
-    assert (plain - rounded).square().mean() < 0.02 * plain.var()
+    most = 0.08 if "moe" in name else 0.02  # rounded, a row may go to other experts
+    assert (plain - rounded).square().mean() < most * plain.var()
 
 
 def test_a_text_that_is_no_family_of_the_wrapper(tmp_path: Path):

@@ -339,7 +339,7 @@ class Machine(RuleBasedStateMachine):
     def poison(self):
         for block_id in self.pool._free:
             self.memory[block_id] = POISON
-        if self.states and self.in_flight is None:  # a step that is launched may read a free slot
+        if self.cache.states is not None and self.in_flight is None:  # else it may be read yet
             for slot in self.cache.states.pool._free:
                 self.states[slot] = POISON
 

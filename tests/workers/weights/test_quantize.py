@@ -39,7 +39,7 @@ from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random
 NUM_NEW = 12
 NEAR_TIE = 1e-3  # of two logits
 LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj",
-           "gate_up_proj", "down_proj")  # fmt: skip
+           "gate_up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "out_proj")  # fmt: skip
 # One a placement of norms, scale, activation and layout.
 DENSE = ("granite", "smollm3", "seed_oss-out-bias", "ministral3", "phi3", "olmo2", "olmo3", "glm4",
          "gemma2", "gemma3_text")  # fmt: skip
@@ -47,6 +47,7 @@ CASES = [(name, f) for name in ("llama", "mixtral") for f in QUANTIZED_FORMATS] 
     ("qwen2", "int8"),
     ("qwen2_moe", "int8"),
     ("qwen2_moe", "int4"),
+    *((name, f) for name in ("qwen3_5_text", "qwen3_5_moe_text") for f in ("int8", "int4")),
     *((name, f) for name in DENSE for f in ("int8", "int4")),
     *((name, f) for name in ("olmo2", "glm4", "gemma2", "phi3") for f in ("nf4", "fp8")),
 ]
@@ -186,7 +187,7 @@ def oracle(
             )
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
-            norm = name == "mixtral" or facts.norm_topk_prob
+            norm = name == "mixtral" or getattr(facts, "norm_topk_prob", True)
             layer.mlp = NaiveExperts(
                 layer.mlp, facts.num_experts_per_tok, format, norm, group, stored
             )

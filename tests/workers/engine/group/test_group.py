@@ -37,7 +37,7 @@ from penstock.workers.structured_spec import StructuredKind, StructuredSpec, cho
 from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import answers, ids_of
 from tests.workers.builtin_grammars import open_compiler
-from tests.workers.checkpoints import FAMILIES, make_checkpoint, random_prompt
+from tests.workers.checkpoints import FAMILIES, HYBRIDS, make_checkpoint, random_prompt
 from tests.workers.speculation.proposers import Mixed, Widest
 from tests.workers.structured.test_grammar import run as run_structured
 
@@ -164,7 +164,7 @@ def test_rolled_windows_and_logprobs():
     assert group == one
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in HYBRIDS])
 def test_every_family(name):
     group, one = both(str(make_checkpoint(name)), weights="bf16", num_blocks=40)
     assert group == one
@@ -300,6 +300,7 @@ def test_a_closed_engine_leaves_no_process():
     ("model", "ranks", "message"),
     [
         ("llama", 9, "KV heads of this model, and each rank needs one; set it to 2"),
+        ("qwen3_5_text", 2, "linear attention is not divided among processes yet"),
     ],
 )
 def test_models_that_cannot_be_cut(model, ranks, message):
