@@ -121,7 +121,7 @@ def test_a_response_in_the_background_ends_with_its_key(tmp_path: Path) -> None:
 
 def test_a_key_that_expires_ends_its_streams(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    key, record = key_of(expires=time.time() + 3.0)
+    key, record = key_of(expires=time.time() + 6.0)
     write(file, record)
     with Serving(ScriptedBackend(*ENDLESS), api_keys_file=file) as serving:
         streams = Streams(serving, key)
