@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 MAX_TAPS = 16  # tokens that a convolution sees: as the native library has it
 
 

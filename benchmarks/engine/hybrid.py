@@ -1,5 +1,5 @@
-"""A model with linear attention, and one of the same sizes with full attention in all layers, beside
-transformers on the same random weights: time of a prompt and of a token, by the length before it.
+"""A model with linear attention, and one with full attention in all layers, beside transformers on
+the same random weights: time of a prompt and of a token, by the length before it.
 
     python -m benchmarks.engine.hybrid --threads 1 --rounds 3
 

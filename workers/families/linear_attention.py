@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from penstock.workers.errors import ConfigError
 
-
 MAX_TAPS = 16  # as kernels/delta_types.py has it
 
 
