@@ -8,6 +8,9 @@ round has other prompts; an engine without drafts, one with `lookup` and one wit
 them in turn, and their ids must agree. `suffix` has seen answers to other prompts. A figure is
 the median over rounds of the ratio within the round. --proposer measures drafts alone: time and
 memory for 64 texts of 8,192 tokens.
+
+--llama-cpp adds llama.cpp's answers to the same prompts, one at a time: without drafts, and with
+the prompt lookup of llama-cpp-python, of 2 tokens (its advice for CPUs) and of 10 (its default).
 """
 
 from __future__ import annotations
@@ -15,16 +18,18 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
 from array import array
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import record
+from benchmarks.engine.speculation_peers import LLAMA_MODES, NEW, LlamaCpp
 from benchmarks.engine.speculation_prompts import KINDS, NUM, SPEC, prompts
+from benchmarks.engine.speculation_rows import Run, Runs, row
 from penstock.workers.config import EngineConfig, Speculation
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
@@ -37,23 +42,7 @@ from penstock.workers.weights.hub import resolve_model
 
 MODEL = "smollm2"
 MODES: tuple[Speculation, ...] = ("off", "lookup", "suffix")
-NEW = 128
 SEEN = 4  # prompts of a kind, the last ones, whose answers `suffix` knows
-
-
-@dataclass
-class Run:
-    """One engine's answers to some prompts at once."""
-
-    seconds: float = 0.0  # without the first step
-    num_steps: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
-    ids: list[list[int]] = field(default_factory=list)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return (sum(map(len, self.ids)) - len(self.ids)) / self.seconds
 
 
 class Bench:
@@ -135,11 +124,12 @@ def _counts(engine: Engine) -> tuple[int, int]:
 
 
 def measured(
-    bench: Bench, kinds: list[str], batches: list[int], seconds: float
+    bench: Bench, kinds: list[str], batches: list[int], seconds: float, peer: LlamaCpp | None
 ) -> list[dict[str, Any]]:
-    """A row for each kind, number of requests and mode, over all rounds there is time for."""
+    """A row for each kind, number of requests and mode, over all rounds there is time for. `peer`
+    answers the prompts of one request, but for those with a grammar."""
     cells = [(kind, batch) for batch in batches for kind in kinds]
-    runs: dict[tuple[str, int, str], list[Run]] = {}
+    runs: Runs = {}
     end_s, num_rounds = time.perf_counter() + seconds, 0
     for batch in batches:  # the first run of a size allocates and records
         for mode in MODES:
@@ -151,32 +141,21 @@ def measured(
             which = range(first, min(first + batch, num_unseen))
             for mode in (*MODES[shift:], *MODES[:shift]):
                 runs.setdefault((kind, batch, mode), []).append(bench.run(mode, kind, which))
+        if peer is not None:
+            asked = {k: bench.prompts[k][num_rounds % num_unseen] for k in kinds if k != "json"}
+            for name, answers in peer.answers(asked).items():
+                for kind, run in answers.items():
+                    runs.setdefault((kind, 1, name), []).append(run)
         num_rounds += 1
-    return [_row(runs, *cell, mode) for cell in cells for mode in MODES]
-
-
-def _row(
-    runs: dict[tuple[str, int, str], list[Run]], kind: str, batch: int, mode: str
-) -> dict[str, Any]:
-    own, plain = runs[kind, batch, mode], runs[kind, batch, "off"]
-    if any(a.ids != b.ids for a, b in zip(own, plain, strict=True)):
-        raise RuntimeError(f"{kind}, {batch} requests, {mode}: other ids than without drafts")
-    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(own, plain, strict=True)]
-    num_tokens = sum(len(ids) - 1 for run in own for ids in run.ids)
-    return {
-        "kind": kind,
-        "requests": batch,
-        "mode": mode,
-        "rounds": len(own),
-        "tokens_per_s": statistics.median(run.tokens_per_s for run in own),
-        "ratio": statistics.median(ratios),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
-        "tokens": num_tokens,
-        "tokens_a_step": num_tokens / sum(run.num_steps for run in own) / len(own[0].ids),
-        "drafts": sum(run.num_drafts for run in own),
-        "accepted": sum(run.num_accepted for run in own),
-    }
+    own = [row(runs, *cell, mode, "off", is_exact=True) for cell in cells for mode in MODES]
+    if peer is None:
+        return own
+    return own + [
+        row(runs, kind, 1, mode, "llama.cpp off", is_exact=False)
+        for kind in kinds
+        for mode in LLAMA_MODES
+        if kind != "json"
+    ]
 
 
 def proposer_costs(num_texts: int, num_tokens: int) -> dict[str, Any]:
@@ -222,20 +201,27 @@ def main() -> None:
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="with llama-cpp-python; --requests 1")
     parser.add_argument("--proposer", action="store_true", help="drafts alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.llama_cpp and 1 not in args.requests:
+        parser.error("--llama-cpp answers one prompt at a time: --requests must have 1")
     if args.proposer:
         results = proposer_costs(64, 8192)
         print(results)
     else:
         bench = Bench(args.weights, args.kinds, args.threads)
         try:
-            rows = measured(bench, args.kinds, args.requests, args.seconds)
+            with tempfile.TemporaryDirectory() as folder:
+                peer = None
+                if args.llama_cpp:
+                    peer = LlamaCpp(args.llama_cpp, Path(folder), bench.model.config, args.threads)
+                rows = measured(bench, args.kinds, args.requests, args.seconds, peer)
         finally:
             bench.compiler.close()
-        for row in rows:
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+        for each in rows:
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in each.items()})
         results = {"weights": args.weights, "new": NEW, "rows": rows}
     if args.json is not None:
         record.write(args.json, __file__, results, threads=args.threads)

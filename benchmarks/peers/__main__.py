@@ -20,11 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from benchmarks.engine.calibrated_quality import CORPUS, WINDOW, calibration_tex
 from benchmarks.engine.gguf_quality import books
 from benchmarks.engine.offline import make_workload
 from benchmarks.peers import convert
+from benchmarks.peers.case import Case, version_of
 from benchmarks.peers.figures import draw, rows_of
 from benchmarks.peers.run_penstock import size_of
 from penstock.deployments.cli.main import main as penstock
@@ -42,7 +41,6 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 
-ROOT = Path(__file__).resolve().parents[2]
 # Penstock's own rows: settings of run_penstock.load. The head in 8 bits, as the others have it.
 HEAD = {"quantize_lm_head": True}
 PENSTOCK: dict[str, dict[str, Any]] = {
@@ -59,43 +57,6 @@ CALIBRATED = {  # what they are calibrated on, and the size of groups
     "int4, groups of 32, calibrated on text": ("text", "32"),
 }
 BASES = {"Penstock": "fp32", "OpenVINO": "fp32", "llama.cpp": "F16"}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A format of a system: what runs it, and on which model."""
-
-    system: str
-    format: str
-    python: str
-    runner: str
-    model: str
-    bits: float
-    mib: float
-    settings: dict[str, Any] = field(default_factory=dict)
-    preload: str = ""  # a library
-
-    @property
-    def name(self) -> str:
-        return f"{self.system} {self.format}"
-
-    def run(self, job: dict[str, Any]) -> Any:
-        """The answer to a job of job.py. Raises RuntimeError where its process fails."""
-        given = {"model": self.model, "settings": self.settings, **job}
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "out.json"
-            ran = subprocess.run(
-                [self.python, "-m", f"benchmarks.peers.{self.runner}", str(out)],
-                input=json.dumps(given),
-                capture_output=True,
-                text=True,
-                check=False,
-                cwd=ROOT,
-                env=os.environ | ({"LD_PRELOAD": self.preload} if self.preload else {}),
-            )
-            if ran.returncode or not out.exists():
-                raise RuntimeError(f"{self.name} failed:\n{ran.stdout[-1000:]}{ran.stderr[-3000:]}")
-            return json.loads(out.read_text())
 
 
 def cases(args: argparse.Namespace, work: Path) -> list[Case]:
@@ -191,7 +152,7 @@ def measure_speed(
                 if answer[name]["num"] != total:
                     raise RuntimeError(f"{case.name}: {answer[name]['num']} tokens, not {total}")
             found[case.name].append(answer)
-            rates = {n: round(each["num"] / each["total_s"], 1) for n, each in answer.items()}
+            rates = {n: round(answer[n]["num"] / answer[n]["total_s"], 1) for n in workloads}
             print(number, case.name, rates, flush=True)
     return found
 
@@ -234,18 +195,8 @@ def main() -> int:
 
 
 def _versions(args: argparse.Namespace) -> dict[str, str]:
-    found = {}
-    for python, package in (
-        (args.openvino, "openvino-genai"),
-        (args.llama_cpp, "llama-cpp-python"),
-    ):
-        if python:
-            program = f"import importlib.metadata as m; print(m.version('{package}'))"
-            ran = subprocess.run(
-                [python, "-c", program], capture_output=True, text=True, check=True
-            )
-            found[package] = ran.stdout.strip()
-    return found
+    packages = ((args.openvino, "openvino-genai"), (args.llama_cpp, "llama-cpp-python"))
+    return {package: version_of(python, package) for python, package in packages if python}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +32,7 @@ def write_gguf(published: Path, folder: Path, out: Path) -> None:
     import gguf
 
     reader, weights = gguf.GGUFReader(published), load_file(folder / "model.safetensors")
-    writer = gguf.GGUFWriter(out, "llama")
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        kind = field.types[0]
-        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        value = 1 if name == "general.file_type" else field.contents()
-        writer.add_key_value(name, value, kind, inner)
+    writer = _writer_with(reader, out, {"general.file_type": LLAMA_CPP["F16"]})
     heads = {
         "attn_q": reader.fields["llama.attention.head_count"].contents(),
         "attn_k": reader.fields["llama.attention.head_count_kv"].contents(),
@@ -51,6 +45,49 @@ def write_gguf(published: Path, folder: Path, out: Path) -> None:
             values = torch.from_numpy(paired_rows(values.numpy(), heads[part]))
         dtype = np.float16 if values.ndim == 2 else np.float32
         writer.add_tensor(tensor.name, np.ascontiguousarray(values.numpy().astype(dtype)))
+    _write(writer)
+
+
+def write_layers(published: Path, num_layers: int, context: int, kind: str, out: Path) -> None:
+    """The GGUF file `out` with the first `num_layers` layers of `published`, embedding and head.
+
+    context: tokens that it says to be made for; kind: F16 or Q8_0, of the matrices.
+    """
+    import gguf
+
+    reader, is_f16 = gguf.GGUFReader(published), kind == "F16"
+    said = {"llama.block_count": num_layers, "llama.context_length": context}
+    writer = _writer_with(reader, out, said | {"general.file_type": 1 if is_f16 else 7})
+    for tensor in reader.tensors:
+        place = tensor.name.split(".")
+        if place[0] == "blk" and int(place[1]) >= num_layers:
+            continue
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        elif is_f16:
+            writer.add_tensor(tensor.name, values.astype(np.float16))
+        else:
+            of = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, of), raw_dtype=of)
+    _write(writer)
+
+
+def _writer_with(reader: Any, out: Path, said: dict[str, Any]) -> Any:
+    """Of a file that says what that of `reader` says, but for what `said` has."""
+    import gguf
+
+    writer = gguf.GGUFWriter(out, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, said.get(name, field.contents()), kind, inner)
+    return writer
+
+
+def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

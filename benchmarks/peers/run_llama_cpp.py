@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.peers.job import answer
 
 BATCH = 512
+KV_TYPES = {"F32": 0, "F16": 1, "q8_0": 8}
 SILENT = llama_cpp.llama_log_callback(lambda *_: None)
 
 
@@ -31,6 +32,8 @@ class Context:
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = context * num_seqs, BATCH, BATCH
         settings.n_seq_max, settings.kv_unified = num_seqs, False
+        if "kv" in job["settings"]:  # by default fp16
+            settings.type_k = settings.type_v = KV_TYPES[job["settings"]["kv"]]
         settings.n_threads = settings.n_threads_batch = job["threads"]
         self.context = llama_cpp.llama_init_from_model(self._model, settings)
         vocab = llama_cpp.llama_model_get_vocab(self._model)

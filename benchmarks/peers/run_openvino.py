@@ -15,6 +15,8 @@ import openvino_genai as genai
 
 from benchmarks.peers.job import answer
 
+BLOCK_SIZE = 32  # of its cache on a CPU
+
 
 def scores(job: dict[str, Any]) -> list[list[float]]:
     core = openvino.Core()
@@ -45,11 +47,16 @@ def scores(job: dict[str, Any]) -> list[list[float]]:
 def opened(job: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Iterator[int]]:
     every = [len(requests) for requests in job["workloads"].values()]
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = 2  # GiB
+    if "room" in job:
+        scheduler.num_kv_blocks = -(-job["room"] // BLOCK_SIZE) + 1
+    else:
+        scheduler.cache_size = 2  # GiB
     scheduler.max_num_seqs = max(*every, 2)
-    scheduler.max_num_batched_tokens = 512
+    scheduler.max_num_batched_tokens = job.get("chunk", 512)
     scheduler.enable_prefix_caching = False
     properties = {"INFERENCE_NUM_THREADS": job["threads"]}
+    if "kv" in job["settings"]:  # by default u8
+        properties["KV_CACHE_PRECISION"] = job["settings"]["kv"]
     pipe = genai.ContinuousBatchingPipeline(
         job["model"], scheduler_config=scheduler, device="CPU", properties=properties
     )

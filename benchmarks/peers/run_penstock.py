@@ -1,6 +1,7 @@
 """Penstock's side of a job (job.py): the engine in this process, activations in bf16.
 
-Settings: those of `load_model` (weights, int8_group, int4_group, quantize_lm_head, dtype)."""
+Settings: those of `load_model` (weights, int8_group, int4_group, quantize_lm_head, dtype), and kv.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.quantization import Int4Options
 from penstock.workers.request import Request, SamplingParams
 
+BLOCK_SIZE = 16  # EngineConfig's
+
 
 def load(model: str, settings: dict[str, Any]) -> Decoder:
-    known = dict(settings)
+    known = {name: value for name, value in settings.items() if name != "kv"}
     int4 = Int4Options(known.pop("int4_group", 16), known.pop("int4_activations", "auto"))
     return load_model(model, **{"dtype": "bf16", "progress": False, "int4": int4, **known})
 
@@ -35,7 +38,12 @@ def size_of(model: str, settings: dict[str, Any]) -> tuple[float, float]:
 def _engine(job: dict[str, Any], decoder: Decoder) -> Engine:
     torch.set_num_threads(job["threads"])
     torch.set_flush_denormal(True)
-    config = EngineConfig(num_blocks=1600, max_num_batched_tokens=512, prefix_cache=False)
+    config = EngineConfig(
+        num_blocks=-(-job.get("room", 25_600) // BLOCK_SIZE),
+        max_num_batched_tokens=job.get("chunk", 512),
+        prefix_cache=False,
+        kv=job["settings"].get("kv", "auto"),
+    )
     return Engine(config, decoder)
 
 

@@ -100,6 +100,23 @@ def test_a_decode_row_has_the_bits_of_a_prompts_row(native_path, shape, format):
     assert torch.equal(decode_rows(q, case, POSITIONS, window), alone)
 
 
+@pytest.mark.parametrize("kv", [None, INT8], ids=str)
+@pytest.mark.parametrize("window", [None, 40, 1000])
+def test_a_long_context_whose_queries_are_taken_many_at_a_time(native_path, kv, window):
+    """The longer the context, the more queries read its keys together (`cut_into_items`)."""
+    length, positions = 3300, [0, 63, 64, 255, 1000, 3070, 3071, 3072, 3298, 3299]
+    case = paged([length], num_kv_heads=1, head_dim=64, kv=kv, group=32 if kv else 0)
+    q = torch.randn(length, 3, 64)
+    together = attention.prefill_attention(
+        q, case.kv, case.prefill([length]), scale=SCALE, window=window
+    )
+    assert torch.equal(decode_rows(q, case, positions, window), together[positions])
+    for first, last in ((0, 300), (900, 1500), (3000, 3300), (3290, 3300)):
+        assert torch.equal(chunk(q, case, first, last, window), together[first:last]), first
+    torch.set_num_threads(2)
+    assert torch.equal(chunk(q, case, 2900, 3300, window), together[2900:3300])
+
+
 @pytest.mark.parametrize("kv", [None, INT8, FP8], ids=str)
 @pytest.mark.parametrize("num_scratch", [0, 2])
 @pytest.mark.parametrize("window", [None, 70])

@@ -80,6 +80,12 @@ struct Partial {
     Partial(float* at, int64_t rows, int64_t padded)
         : out(at), top(at + rows * padded), total(at + rows * (padded + 1)) {}
 
+    // Without the first `rows`.
+    Partial after(int64_t rows, int64_t padded) const {
+        Partial rest = *this;
+        rest.out += rows * padded, rest.top += rows, rest.total += rows;
+        return rest;
+    }
     void clear(int64_t rows, int64_t padded) const {
         std::fill_n(out, rows * padded, 0.0f);
         std::fill_n(top, rows, HIDDEN);

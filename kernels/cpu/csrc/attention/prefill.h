@@ -4,7 +4,14 @@
 
 #include "attention/order.h"
 
-constexpr int ROW_TILE = 72;  // (query, head) rows of one item, about
+// An item is some queries of a sequence and all query heads of a kv head: rows. It reads the keys before
+// its last query once, and transposes them, so more rows a time cost less a row. But what a thread keeps
+// of them (queries, scores, two states of sums) should stay in a second-level cache of 512 KiB, no thread
+// should end long after the others, and an item computes scores of its last keys for all its queries.
+constexpr int64_t LEAST_ROWS = 72;
+constexpr int64_t ITEM_FLOATS = 72 * 256;  // head dimensions of all rows, at most
+constexpr int64_t ITEMS_A_THREAD = 4;      // at least, where that leaves LEAST_ROWS
+constexpr int64_t KEYS_A_QUERY = 32;       // of the context, at least, where that leaves LEAST_ROWS
 
 struct Range {  // of absolute positions
     int64_t begin, end;
@@ -43,6 +50,13 @@ struct TileView {
     const float *queries, *keys, *values;
     float *scores, *keep;
     const Range* seen;
+
+    // Without the first `queries` of them.
+    TileView after(int64_t queries, int64_t group, int64_t padded) const {
+        const int64_t rows = queries * group;
+        return {this->queries + rows * padded, keys, values, scores + rows * KEY_TILE, keep + rows,
+                seen + queries};
+    }
 };
 
 // `rows` queries over `count` keys, of which the first has position `tile`; query i of `group` rows
@@ -65,6 +79,14 @@ inline __attribute__((noinline)) void attend_tile(const TileView& at, const Part
                   padded);
 }
 
+// Queries before the first and after the last that see a key of the tile at `tile` are left out.
+INLINE Range seeing(const Range* seen, int64_t queries, int64_t tile) {
+    Range found{0, queries};
+    while (found.begin < found.end && seen[found.begin].end <= tile) ++found.begin;
+    while (found.begin < found.end && seen[found.end - 1].begin >= tile + KEY_TILE) --found.end;
+    return found;
+}
+
 // One piece of the context: the queries in `ws` over the keys [begin, end) of sequence b. Keys before
 // `begin` may be gone: their block may serve another sequence by now.
 template <class Row>
@@ -76,11 +98,14 @@ void attend(const AttentionArgs& a, int64_t b, int64_t head, int64_t queries, in
     const Partial& piece = is_first ? ws.all : ws.piece;
     piece.clear(rows, padded);
     for (int64_t tile = begin / KEY_TILE * KEY_TILE; tile < end; tile += KEY_TILE) {
+        const Range see = seeing(ws.seen.data(), queries, tile);
+        if (see.begin == see.end) continue;
         ws.found.find(a, b, head, tile, begin, end);
         ws.found.prepare(a.cache);
         load_tile(ws.found, dim, padded, ws.keys.data(), ws.values.data());
-        attend_tile(view, piece, rows, group, tile, ws.found.count, dim, padded, (float)a.scale,
-                    (float)(a.softcap / a.scale));
+        attend_tile(view.after(see.begin, group, padded), piece.after(see.begin * group, padded),
+                    (see.end - see.begin) * group, group, tile, ws.found.count, dim, padded,
+                    (float)a.scale, (float)(a.softcap / a.scale));
     }
     if (!is_first) merge(ws.all, ws.piece, rows, padded);
 }
@@ -137,22 +162,39 @@ void prefill_item(const AttentionArgs& a, int64_t b, int64_t head, int64_t row0,
                out + (r / group * a.heads + r % group) * dim, dim);
 }
 
+// Queries [first, last) of sequence b.
+struct Item {
+    int64_t b, first, last;
+};
+
+// The chunks of all sequences in items, the longest contexts of a chunk first. A row has the same bits in
+// any item.
+inline std::vector<Item> cut_into_items(const AttentionArgs& a, int64_t padded) {
+    const int64_t group = a.group(), total = a.starts[a.batch] - a.starts[0];
+    const int64_t least = std::max<int64_t>(1, LEAST_ROWS / group);
+    int64_t most = std::max(least, ITEM_FLOATS / padded / group);
+    if (a.threads > 1)
+        most = std::clamp(total * a.cache.kv_heads / (ITEMS_A_THREAD * a.threads), least, most);
+    std::vector<Item> items;
+    for (int64_t b = 0; b < a.batch; ++b) {
+        const int64_t size = std::clamp(a.lens[b] / KEYS_A_QUERY, least, most);
+        for (int64_t last = a.starts[b + 1] - a.starts[b]; last > 0; last -= size)
+            items.push_back({b, std::max<int64_t>(0, last - size), last});
+    }
+    return items;
+}
+
 template <class T, class Row>
 void prefill_rows(const AttentionArgs& a) {
-    struct Item {
-        int64_t b, first, last;
-    };
     const int64_t group = a.group(), kv_heads = a.cache.kv_heads;
     const int64_t padded = (a.cache.dim + W - 1) / W * W;
-    const int64_t tile = std::max<int64_t>(1, ROW_TILE / group);
-    std::vector<Item> items;
-    for (int64_t b = 0; b < a.batch; ++b)  // the longest contexts of a chunk first
-        for (int64_t last = a.starts[b + 1] - a.starts[b]; last > 0; last -= tile)
-            items.push_back({b, std::max<int64_t>(0, last - tile), last});
+    const std::vector<Item> items = cut_into_items(a, padded);
+    int64_t most = 0;
+    for (const Item& item : items) most = std::max(most, item.last - item.first);
     const int64_t count = (int64_t)items.size() * kv_heads;
 #pragma omp parallel num_threads((int)a.threads) if (count > 1)
     {
-        Workspace<Row> ws(a.cache, tile * group, padded);
+        Workspace<Row> ws(a.cache, most * group, padded);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; ++i) {
             const Item& item = items[i / kv_heads];
