@@ -11,7 +11,7 @@ import torch
 from penstock.kernels.delta_types import DeltaState, DeltaWeights, StateRows
 from penstock.kernels.reference import delta as reference
 from penstock.kernels.triton import delta as delta_triton
-from tests.kernels.test_delta import Case, int32
+from tests.kernels.cpu.test_delta import Case, int32
 from tests.kernels.triton.interpreter import DEVICE, HALF
 
 SHAPES = [(2, 4, 16, 32, 4), (1, 3, 5, 7, 4)]
