@@ -44,16 +44,21 @@ class Signals:
         self._read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+        self._install()
         threading.Thread(target=self._count, name="penstock-signals", daemon=True).start()
 
     def started(self) -> None:
-        """From now on the main thread looks at `num_seen`, and cleans up by itself."""
+        """From now on the main thread, which calls this, looks at `num_seen`, and cleans up by
+        itself."""
+        self._install()  # Ray has put a handler before ours that prints a stack at each SIGTERM
         self._is_starting = False
         # A signal that came before this has another effect, which may have begun just now.
         while self._is_ending:
             time.sleep(0.01)
+
+    def _install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if not self._is_starting:

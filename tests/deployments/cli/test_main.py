@@ -255,9 +255,10 @@ def test_the_engine_has_its_cores_for_itself_and_a_short_life_is_remembered(fold
         assert of_engines == [mine]
         with Client(f"127.0.0.1:{grpc}") as client:
             client.reply(PROMPT, max_tokens=4)
-        assert served.end() == 0
+        assert served.end(signal.SIGTERM) == 0
     finally:
         served.process.kill()
+    assert served.lines[-1] == "stopped" and "SIGTERM received" not in served.output
     (file,) = (tmp_path / "penstock").iterdir()  # saved in the end: no minute was over
     assert file.name.startswith("penstock_builtin_")
     learnt = predictor_file.load(str(file))
