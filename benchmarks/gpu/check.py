@@ -29,6 +29,7 @@ import triton  # isort: skip  # after gpu_cases, which decides whether it interp
 
 from benchmarks.gpu import arena as gpu_arena  # isort: skip
 from benchmarks.gpu import attention as gpu_attention  # isort: skip
+from benchmarks.gpu import delta as gpu_delta  # isort: skip
 from benchmarks.gpu import kv as gpu_kv  # isort: skip
 from benchmarks.gpu import linear as gpu_linear  # isort: skip
 from benchmarks.gpu import moe as gpu_moe  # isort: skip
@@ -41,6 +42,7 @@ PARTS = {
     "attention": gpu_attention,
     "kv": gpu_kv,
     "rowwise": gpu_rowwise,
+    "delta": gpu_delta,
     "linear": gpu_linear,
     "moe": gpu_moe,
     "neurons": gpu_neurons,
