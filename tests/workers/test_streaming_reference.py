@@ -58,7 +58,7 @@ def double_model(name: str) -> Any:
 
 # The reference turns all layers by one rope, and scales no queries: these are models for which the
 # sink window is refused (test_sink_window.py).
-OTHERS = ("ministral", "olmo3", "gemma")
+OTHERS = ("ministral", "olmo3", "gemma", "qwen3_next", "qwen3_5")
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(OTHERS)])

@@ -22,7 +22,8 @@ from penstock.workers.weights.checkpoint import open_checkpoint
 from tests.workers.checkpoints import FAMILIES
 from tests.workers.models.test_decoder import PagedDecoder, Tokens, folder_of
 
-MOE = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "minimax_m2")]
+OTHERS = ("mixtral", "minimax_m2", "qwen3_next")
+MOE = [name for name in FAMILIES if "moe" in name or name in OTHERS]
 BIASED = ["gpt_oss"]  # whose experts are moved whole
 NUM_LAYERS, NUM_EXPERTS = 3, 5
 

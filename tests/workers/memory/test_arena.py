@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from penstock.kernels.cpu import native
+from penstock.kernels.delta_types import DeltaState, StateRows
 from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError, InvariantError
 from penstock.workers.memory.workspace import Array, BufferPlan, Workspace
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.models.layers import AttentionInputs, LayerCache
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
@@ -228,7 +229,34 @@ def inputs_for(num_tokens: int, num_decode: int) -> tuple[torch.Tensor, Attentio
             torch.arange(num_decode, dtype=torch.int32)[:, None], ints(*[2] * num_decode), 2
         ),
         prefill=PrefillBatch(tables, ints(0, chunk), ints(chunk), chunk),
+        states=StateRows(
+            starts=ints(*range(num_decode + 1), num_tokens),
+            sources=ints(*range(num_decode), -1),
+            write_starts=ints(*range(num_decode + 2)),
+            write_after=ints(*[1] * num_decode, chunk),
+            write_slots=ints(*range(num_decode, 2 * num_decode + 1)),
+        ),
     )
+
+
+def caches_of(model: Decoder, num_tokens: int) -> list[LayerCache]:
+    """Of each layer, blocks and states of zeros."""
+    facts = model.config
+    shape = (num_tokens + 1, facts.num_kv_heads, 4, facts.head_dim)
+
+    def zeros(*shape: int, dtype: torch.dtype = model.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=model.device)
+
+    found: list[LayerCache] = []
+    for layer in range(facts.num_layers):
+        linear = facts.linear_attention
+        if linear is None or not facts.is_linear(layer):
+            found.append(PagedKv(zeros(*shape), zeros(*shape)))
+            continue
+        heads = linear.num_value_heads, linear.key_dim, linear.value_dim
+        matrix = zeros(8, *heads, dtype=torch.float32)
+        found.append(DeltaState(zeros(8, linear.taps - 1, linear.channels), matrix))
+    return found
 
 
 def guarded_bytes(num_bytes: int, model: Decoder) -> torch.Tensor:
@@ -237,14 +265,10 @@ def guarded_bytes(num_bytes: int, model: Decoder) -> torch.Tensor:
 
 def forward(model: Decoder, num_tokens: int, workspace: Workspace | None) -> torch.Tensor:
     """The final hidden states of a mixed step over blocks of zeros."""
-    facts, num_decode = model.config, min(3, num_tokens - 1)
-    shape = (num_tokens + 1, facts.num_kv_heads, 4, facts.head_dim)
+    num_decode = min(3, num_tokens - 1)
+    kv = caches_of(model, num_tokens)
     with torch.device(model.device):
         positions, inputs = inputs_for(num_tokens, num_decode)
-        kv = [
-            PagedKv(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
-            for _ in range(facts.num_layers)
-        ]
         ids = torch.tensor(random_prompt(num_tokens, seed=3))
     return model.forward(ids, positions, inputs, kv, workspace).clone()
 
@@ -307,11 +331,7 @@ def test_a_forward_pass_allocates_nothing_as_large_as_its_rows(name, weights):
     workspace = Workspace(**model.plan.views(num_tokens, memory))
     one_array = num_tokens * model.config.hidden_size * model.dtype.itemsize
     positions, inputs = inputs_for(num_tokens, 3)
-    shape = (num_tokens + 1, model.config.num_kv_heads, 4, model.config.head_dim)
-    kv = [
-        PagedKv(torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
-        for _ in range(model.config.num_layers)
-    ]
+    kv = caches_of(model, num_tokens)
     ids = torch.tensor(random_prompt(num_tokens))
     largest = []
     for given in (workspace, None):

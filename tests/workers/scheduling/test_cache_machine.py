@@ -149,6 +149,7 @@ class Machine(RuleBasedStateMachine):
         self.known: dict[int, list[int]] = {}
         self.async_scheduling = async_scheduling
         self.in_flight: StepInFlight | None = None
+        self.uncomputed = 0  # steps that are launched
         self.unread: dict[int, list[int]] = {}  # what was sampled, on the device
         self.num_added = 0
         self.added: list[tuple[Sequence, Any]] = []
@@ -256,6 +257,7 @@ class Machine(RuleBasedStateMachine):
             seq.mark_launched(chunk.length, chunk.num_deferred, chunk.samples)
             if self.cache.states is not None:
                 self.cache.states.mark_launched(seq)
+        self.uncomputed += 1
         return StepInFlight(rows, first)
 
     def tokens(self, seq):
@@ -270,6 +272,7 @@ class Machine(RuleBasedStateMachine):
         if launched.is_computed:
             return
         launched.is_computed = True
+        self.uncomputed -= 1
         self.memory[launched.first_lent : self.pool.num_blocks] = POISON
         self.memory[self.pool.num_blocks :] = POISON  # scratch lasts for one step
         written = set()
@@ -339,7 +342,8 @@ class Machine(RuleBasedStateMachine):
     def poison(self):
         for block_id in self.pool._free:
             self.memory[block_id] = POISON
-        if self.cache.states is not None and self.in_flight is None:  # else it may be read yet
+        # A step that is launched still reads slots that are free for those after it.
+        if self.cache.states is not None and not self.uncomputed:
             for slot in self.cache.states.pool._free:
                 self.states[slot] = POISON
 

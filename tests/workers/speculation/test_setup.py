@@ -24,7 +24,9 @@ CPU, GPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="cuda")
 
 
 def model_with(**more: Any) -> Any:
-    return SimpleNamespace(**{"device": CPU, "routed": None, "generates": True, **more})
+    config = SimpleNamespace(has_states=False)
+    known = {"device": CPU, "routed": None, "generates": True, "config": config}
+    return SimpleNamespace(**{**known, **more})
 
 
 def proposer_with(how: Any, **more: Any) -> Any:
@@ -44,6 +46,7 @@ def test_where_there_are_no_drafts_auto_is_off_and_others_are_refused(monkeypatc
     cases: list[tuple[dict[str, Any], str]] = [
         ({"routed": object()}, "expert_cache_gb"),
         ({"generates": False}, "generates no text"),
+        ({"config": SimpleNamespace(has_states=True)}, "linear attention has a state"),
     ]
     for more, why in cases:
         assert proposer_with("auto", **more) is None
