@@ -79,6 +79,7 @@ TABLES: dict[str, Table] = {
     "w1-xeon-vnni": _offline("xeon-vnni-w1"),
     "w2-xeon-vnni": _offline("xeon-vnni-w2"),
     "hybrid": Table(["hybrid/epyc-zen4-1-thread"], hybrid.hybrid),
+    "speculation-beside": Table(["speculation/epyc-zen4-int8-1-llama-cpp"], speculation.beside),
     "long-prompts": Table(["long-prompts/epyc-zen4"], long_prompts.long_prompts),
     "gpu-checks": Table(["gpu/h200-checks"], gpu.checks),
     "gpu-decode": Table(["gpu/h200-decode"], gpu.decode),

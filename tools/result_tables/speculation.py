@@ -51,3 +51,24 @@ def proposer(result: Result) -> str:
         *(fixed(found[name] / 2**20, 1, " MiB") for name in ("own_bytes", "answer_bytes")),
     )
     return markdown(head, [cells])
+
+
+PEERS = ("llama.cpp off", "llama.cpp lookup 2", "llama.cpp lookup 10")
+
+
+def beside(result: Result) -> str:
+    """Tokens a second for one request, of Penstock and of llama.cpp on the same prompts."""
+    found = {(r["kind"], r["mode"]): r for r in result.figures["rows"]}
+    modes = ("off", *MODES)
+    head = ("text", *(f"Penstock {mode}" for mode in modes), *PEERS)
+    rows = []
+    for kind in dict.fromkeys(kind for kind, _ in found):
+        own = found[kind, "off"]["tokens_per_s"]
+        cells = [kind]
+        for mode in (*modes, *PEERS):
+            row = found.get((kind, mode))
+            rate = "" if row is None else fixed(row["tokens_per_s"], 0)
+            of_own = "" if row is None or mode == "off" else f" ({row['tokens_per_s'] / own:.2f}x)"
+            cells.append(rate + of_own)
+        rows.append(cells)
+    return markdown(head, rows)
