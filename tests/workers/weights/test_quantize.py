@@ -45,9 +45,7 @@ DENSE = ("granite", "smollm3", "seed_oss-out-bias", "ministral3", "phi3", "olmo2
          "gemma2", "gemma3_text")  # fmt: skip
 CASES = [(name, f) for name in ("llama", "mixtral") for f in QUANTIZED_FORMATS] + [
     ("qwen2", "int8"),
-    ("qwen2_moe", "int8"),
-    ("qwen2_moe", "int4"),
-    *((name, f) for name in ("qwen3_5_text", "qwen3_5_moe_text") for f in ("int8", "int4")),
+    *((n, f) for n in ("qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text") for f in ("int8", "int4")),
     *((name, f) for name in DENSE for f in ("int8", "int4")),
     *((name, f) for name in ("olmo2", "glm4", "gemma2", "phi3") for f in ("nf4", "fp8")),
 ]
