@@ -150,6 +150,14 @@ class ModelConfig:
         """Layers with K and V."""
         return self.num_layers - sum(self.linear_layers)
 
+    def check_divisible(self) -> None:
+        """Raises ConfigError for a model that no group of processes can share."""
+        if self.has_states:
+            raise ConfigError(
+                "a model with linear attention is not divided among processes yet: leave "
+                "tensor_parallel_size and pipeline_parallel_size out"
+            )
+
     def is_linear(self, layer: int) -> bool:
         return bool(self.linear_layers) and self.linear_layers[layer]
 

@@ -125,7 +125,7 @@ class StatePool:
         return self._slot_of.get(key)
 
     def forget(self, key: bytes) -> None:
-        """There is no snapshot of `key` any more; if nobody uses its slot, it is free."""
+        """Drop the snapshot of `key`; its slot is free if no sequence uses it."""
         slot = self._slot_of.get(key)
         if slot is not None:
             self._forget(slot)

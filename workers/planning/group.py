@@ -49,11 +49,8 @@ class Group:
                 f"tensor_parallel_size must lie in [1, {model.num_kv_heads}], the model's KV "
                 f"heads; got {self.ranks}"
             )
-        if self.devices > 1 and model.has_states:
-            raise ConfigError(
-                "a model with linear attention is not divided among devices yet: leave "
-                "tensor_parallel_size and pipeline_parallel_size out"
-            )
+        if self.devices > 1:
+            model.check_divisible()
         if not 1 <= self.stages <= model.num_layers:
             raise ConfigError(
                 f"pipeline_parallel_size must lie in [1, {model.num_layers}], the model's layers; "

@@ -64,21 +64,22 @@ void gate_mul(const GateMulArgs& a) {
     }
 }
 
-// Columns [at, at + N * W) of one head: reads the state through k, and adds what is new. A row of the
-// state has `width` floats; `from` may be `to`.
+// N * W columns of one head's state, whose rows are `width` floats apart, in place: what k finds in it is
+// corrected towards v. `out`: what q finds afterwards.
 template <int N>
-INLINE void delta_columns(const float* from, float* to, int64_t width, const float* q, const float* k,
-                          const float* v, int64_t keys, float decay, float beta, float* out) {
+INLINE void delta_columns(float* state, int64_t width, const float* q, const float* k, const float* v,
+                          int64_t keys, float decay, float beta, float* out) {
     vf sums[N] = {};
     for (int64_t i = 0; i < keys; ++i)
-        UNROLL for (int n = 0; n < N; ++n) sums[n] += load(from + i * width + n * W) * k[i];
+        UNROLL for (int n = 0; n < N; ++n) sums[n] += load(state + i * width + n * W) * k[i];
     vf added[N];
     UNROLL for (int n = 0; n < N; ++n) added[n] = (load(v + n * W) - sums[n] * decay) * beta;
     vf read[N] = {};
     for (int64_t i = 0; i < keys; ++i)
         UNROLL for (int n = 0; n < N; ++n) {
-            const vf cell = load(from + i * width + n * W) * decay + added[n] * k[i];
-            store(to + i * width + n * W, cell);
+            float* at = state + i * width + n * W;
+            const vf cell = load(at) * decay + added[n] * k[i];
+            store(at, cell);
             read[n] += cell * q[i];
         }
     UNROLL for (int n = 0; n < N; ++n) store(out + n * W, read[n]);
@@ -148,8 +149,8 @@ struct DeltaTask {
         const auto columns = [&](auto count) {
             constexpr int N = decltype(count)::value;
             for (; at + N * W <= width; at += N * W)
-                delta_columns<N>(state + at, state + at, width, q, k, own.v.data() + at, a.key_dim,
-                                 decay, beta, own.read.data() + at);
+                delta_columns<N>(state + at, width, q, k, own.v.data() + at, a.key_dim, decay, beta,
+                                 own.read.data() + at);
         };
         columns(std::integral_constant<int, 8>{});
         columns(std::integral_constant<int, 4>{});

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
+from penstock.kernels import delta_types
 from penstock.kernels.cpu import native
 from penstock.kernels.delta import gate_mul_, gated_delta
 from penstock.kernels.delta_types import DeltaState, DeltaWeights, StateRows
+from penstock.workers.families import linear_attention
 
 # Key heads, value heads, key_dim, value_dim, taps: whole vectors, odd ones, and several tiles.
 SHAPES = [
@@ -166,6 +168,11 @@ def test_states_on_the_way_are_those_of_shorter_sequences(backend):
     out = case.run(rest, int32(0, 14, 21), int32(5, 5), int32(0, 1, 1), int32(14), int32(1))
     assert torch.equal(case.state.matrix[1], case.state.matrix[6])
     assert torch.equal(out[14:], out[:7])
+
+
+def test_a_config_allows_the_taps_that_the_kernel_has():
+    """Two constants, as whatever reads a config loads no torch."""
+    assert linear_attention.MAX_TAPS == delta_types.MAX_TAPS
 
 
 def test_the_number_of_threads_changes_no_bit():

@@ -50,11 +50,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         config, wanted = self.config, f"tensor_parallel_size {self.num_ranks}"
-        if config.has_states:
-            raise ConfigError(
-                "a model with linear attention is not divided among processes yet: leave "
-                "tensor_parallel_size and pipeline_parallel_size out"
-            )
+        config.check_divisible()
         if self.num_ranks > config.num_kv_heads:
             raise ConfigError(
                 f"{wanted} is more than the {config.num_kv_heads} KV heads of this model, and each "
