@@ -5,10 +5,11 @@
     python -m benchmarks.engine.long_prompt --openvino ov/bin/python --llama-cpp lc/bin/python \
         --prompts 2048 8192 32768 --threads 2 --json out.json
 
-The model is the first layer (--layers) of SmolLM2-135M-Instruct with its embedding and head. All systems read one GGUF file, in F16
-(Penstock, which makes int8 of it) or Q8_0 (the others). One prompt of random ids, one new token,
-512 tokens a step (--chunks: others for Penstock), and a cache for just these tokens. Each system
-runs in a process of its own, and a figure is the median of the rounds. Needs `pip install gguf`.
+The model is the first layer (--layers) of SmolLM2-135M-Instruct with its embedding and head. All
+systems read one GGUF file, in F16 (Penstock, which makes int8 of it) or Q8_0 (the others). One
+prompt of random ids, one new token, 512 tokens a step (--chunks: others for Penstock), and a cache
+for just these tokens. Each system runs in a process of its own, and a figure is the median of the
+rounds. Needs `pip install gguf`.
 """
 
 from __future__ import annotations
