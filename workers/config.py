@@ -13,6 +13,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.hub_name import check_revision
 from penstock.workers.option_groups.adapters import AdapterOptions
 from penstock.workers.option_groups.device import DeviceOptions
+from penstock.workers.option_groups.speculation import SpeculationOptions
 from penstock.workers.settings import check_settings, option
 
 WeightFormat = Literal["auto", "fp32", "bf16", "int8", "int4", "nf4", "fp8"]
@@ -23,12 +24,10 @@ Int4Group = Literal["16", "32", "64", "128"]
 Int4Activations = Literal["auto", "int8", "plain"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
-Speculation = Literal["auto", "off", "lookup", "suffix"]
 MoeMode = Literal["exact", "quantized", "sparse"]
 MoeScore = Literal["gate", "up", "product"]
 
 WEIGHTS: tuple[str, ...] = get_args(WeightFormat)
-SPECULATIONS: tuple[str, ...] = get_args(Speculation)
 CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicyName)
 MOE_MODES: tuple[str, ...] = get_args(MoeMode)
 MOE_SCORES: tuple[str, ...] = get_args(MoeScore)
@@ -160,24 +159,6 @@ class BatchOptions:
         "auto",
         "run decode-only steps as CUDA graphs, captured at start for batches of 1, 2, 4, ... "
         "sequences (docs/design/engine.md); auto: on a GPU, for models that allow it",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculationOptions:
-    """Draft tokens, which a step verifies beside the next token."""
-
-    GROUP: ClassVar[str] = "speculation"
-
-    speculate: Speculation = option(
-        "off",
-        "where draft tokens come from, which a step verifies beside the next token: answers are "
-        "the same, copied text comes faster (docs/guide/speculation.md); lookup: the request's own "
-        "prompt and answer; suffix: also earlier answers of the same tenant; auto: suffix on a "
-        "CPU, off on a GPU",
-    )
-    speculate_tokens: int = option(
-        15, "maximum draft tokens of one sequence in a step", min=1, max=64
     )
 
 
@@ -371,6 +352,7 @@ class EngineConfig(
         if self.score_tokens is not None:
             self._check_score_tokens(self.score_tokens)
         self.check_adapters()
+        self.check_speculation()
         self._check_group()
         try:
             _ = self.cores
@@ -403,6 +385,11 @@ class EngineConfig(
             raise ConfigError(
                 f"{wanted} cannot be combined with enable_lora: leave one of them out, or merge "
                 "the adapter into the model"
+            )
+        if self.speculate == "draft":
+            raise ConfigError(
+                f"{wanted} cannot be combined with speculate draft: a draft model runs on one "
+                "device; choose suffix or lookup"
             )
         for name in ("async_scheduling", "cuda_graphs"):
             if self.device == "cuda" and getattr(self, name) == "on":

@@ -30,9 +30,10 @@ from benchmarks.common import record
 from benchmarks.engine.speculation_peers import LLAMA_MODES, NEW, LlamaCpp
 from benchmarks.engine.speculation_prompts import KINDS, NUM, SPEC, prompts
 from benchmarks.engine.speculation_rows import Run, Runs, row
-from penstock.workers.config import EngineConfig, Speculation
+from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
+from penstock.workers.option_groups.speculation import Speculation
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.speculation.draft import Text
 from penstock.workers.speculation.proposers import Lookup, Suffix

@@ -141,8 +141,10 @@ def _draw(bar: Any, progress: open_loop.Progress) -> None:
 def run_offline(args: argparse.Namespace) -> int:
     """`penstock bench offline`; the exit status. Raises ConfigError, or LoadError."""
     from penstock.deployments.bench.offline import drain_all
+    from penstock.workers.engine.draft import load_draft
     from penstock.workers.engine.engine import Engine
     from penstock.workers.models.loader import load_model
+    from penstock.workers.weights.hub import resolve_model
 
     jobs = jobs_of(args)
     device, threads = compute_of(args)
@@ -158,10 +160,12 @@ def run_offline(args: argparse.Namespace) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_gb=args.kv_cache_gb,
         speculate=args.speculate,
+        draft_model=args.draft_model,
         max_waiting=max(len(jobs), 1),
         prefix_cache=False,  # random prompts share no prefix
     )
-    engine = Engine(config, model)
+    folder = resolve_model(args.model_path)
+    engine = Engine(config, model, draft=load_draft(config, folder, device, model))
     limit = engine.max_model_len
     too_long = [job for job in jobs if job.prompt_tokens + job.output_tokens > limit]
     if too_long and not args.skip_too_long:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.workers.adapters.table import AdapterTable
 from penstock.workers.config import EngineConfig
+from penstock.workers.engine.draft import draft_executor, memory_beside
 from penstock.workers.engine.sizing import log_memory, step_memory
 from penstock.workers.engine.speculation import drafting_of
 from penstock.workers.engine.state_memory import StateMemory, check_states, state_memory
@@ -47,7 +48,7 @@ from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.states import StateCache
 from penstock.workers.scheduling.swap import host_swap
-from penstock.workers.speculation.draft import Proposer, Widths
+from penstock.workers.speculation.draft import DraftSteps, Proposer, Widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ def build_parts(
     commit_rule: Rule | None,
     capture: Capture | None,
     speculation: tuple[Proposer, Widths] | None = None,
+    draft: Decoder | None = None,
+    draft_steps: DraftSteps | None = None,
 ) -> EngineParts:
     """The connected parts. Raises ConfigError where memory is short, and LoadError where an adapter
     cannot be read. Arguments: those of Engine."""
@@ -83,8 +86,15 @@ def build_parts(
     graph_bytes = 0 if sizes is None else sizes.num_bytes
     states = state_memory(config, model)
     state_bytes = 0 if states is None else states.num_bytes
+    draft_layout = layout if draft is None else layout_of_draft(config, draft, layout)
     memory = step_memory(
-        config, layout, model, graph_bytes, other_bytes=reserved, state_bytes=state_bytes
+        config,
+        layout,
+        model,
+        graph_bytes,
+        other_bytes=reserved,
+        state_bytes=state_bytes,
+        beside=memory_beside(config, draft, draft_layout),
     )
     log_memory(config, memory)
     cache = KVCache(
@@ -130,7 +140,13 @@ def build_parts(
         scheduler.deferral = deferral_of(config, rule)
     if sizes is not None:
         _capture(executor, sizes, capture, memory.rest[scratch_bytes(config, layout) :], config)
-    scheduler.drafting = drafting_of(config, model, cache, executor, max_model_len, speculation)
+    drafts = None
+    if draft is not None:
+        num_blocks, caches = memory.arena.num_blocks, executor.kv_layers
+        drafts = draft_executor(config, draft, draft_layout, num_blocks, caches, max_model_len)
+    scheduler.drafting = drafting_of(
+        config, model, cache, executor, max_model_len, speculation, drafts, draft_steps
+    )
     rates = None
     if config.host_kv_gb is not None:
         cache.swap, rates = host_swap(config, memory.arena, executor.run_rows, most_rows)
@@ -162,6 +178,15 @@ def block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLay
         dtype=kv.dtype,
         group=kv.group,
     )
+
+
+def layout_of_draft(config: EngineConfig, draft: Decoder, layout: BlockLayout) -> BlockLayout:
+    """Of the blocks of a draft model; `layout`: of the model's, which it shares unless it is
+    another one."""
+    if config.draft_model is None:
+        return layout
+    kv = kv_format(config.kv, "auto", draft.config.head_dim, draft.dtype)
+    return block_layout(config, draft, kv)
 
 
 def make_executor(

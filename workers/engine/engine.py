@@ -40,7 +40,7 @@ from penstock.workers.sampling.sampler import Sampled
 from penstock.workers.scheduling.deferral import Rule
 from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence, SequenceState
-from penstock.workers.speculation.draft import Proposer, Widths
+from penstock.workers.speculation.draft import DraftSteps, Proposer, Widths
 from penstock.workers.stats import EngineFacts, EngineStats
 from penstock.workers.structured.grammar import GrammarMatcher
 
@@ -61,15 +61,19 @@ class Engine:
         capture: Capture | None = None,
         pooling: Pooling | None = None,
         speculation: tuple[Proposer, Widths] | None = None,
+        draft: Decoder | None = None,
+        draft_steps: DraftSteps | None = None,
     ):
         """`commit_rule` decides on deferred commit; None: the measured ridge does.
 
         `capture` makes the decode graphs; None: CUDA does, where the configuration wants them.
         `pooling`: of prompts that are embedded; None: as `config` says, without a look at files.
         `speculation`: what proposes drafts and how many are verified; None: as `config` says.
+        `draft`: the draft model of `config` (engine/draft.py), which goes on as `draft_steps` says;
+        None: as far as pays by measured times.
         Raises ConfigError where the model or the memory does not allow what is configured.
         """
-        parts = build_parts(config, model, commit_rule, capture, speculation)
+        parts = build_parts(config, model, commit_rule, capture, speculation, draft, draft_steps)
         self.config = config
         self.model = model
         self.memory, self.cache, self.scheduler = parts.memory, parts.cache, parts.scheduler

@@ -15,6 +15,7 @@ import torch
 from penstock.kernels.cpu import native
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores, kept_to
+from penstock.workers.engine.draft import load_draft
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.group.far import FarRanks
 from penstock.workers.engine.group.leader import Leader
@@ -78,7 +79,11 @@ def load_engine(
                     report(Progress(PREPARING))
                 if leader is not None and isinstance(model, ShardDecoder):
                     leader.lead(model)
-                return Engine(config, model, pooling=configured_pooling(folder, config))
+                draft = load_draft(
+                    config, folder, device, model, True if report is None else report
+                )
+                pooling = configured_pooling(folder, config)
+                return Engine(config, model, pooling=pooling, draft=draft)
         except BaseException:
             if leader is not None:
                 leader.close()

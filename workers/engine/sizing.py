@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -22,6 +23,14 @@ GPU_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
 CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs need the rest
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Memory that a draft model takes beside the arena: in all, and for each block of the pool."""
+
+    num_bytes: int = 0
+    block_bytes: int = 0
+
+
 def step_memory(
     config: EngineConfig,
     layout: BlockLayout,
@@ -30,6 +39,7 @@ def step_memory(
     *,
     other_bytes: int = 0,
     state_bytes: int = 0,
+    beside: Beside = Beside(),
 ) -> StepMemory:
     """The arena with its pool, and the activations and logits of a step in it.
 
@@ -37,7 +47,8 @@ def step_memory(
     pool is, and for some rows of drafts; with separate activations, for the largest step.
     `extra_bytes` of it stay free, after the scratch blocks. `other_bytes` of the device are left to
     adapters that are loaded later, where the size follows from its free memory; `state_bytes` of
-    what is allowed are taken by recurrent states. Raises ConfigError if memory is short.
+    what is allowed are taken by recurrent states, and `beside` by a draft model. Raises ConfigError
+    if memory is short.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
     is_separate = config.activation_memory == "separate"
@@ -48,7 +59,7 @@ def step_memory(
     reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(most_rows)
     reserve_bytes += scratch_bytes(config, layout) + extra_bytes
     num_blocks = _num_blocks(
-        config, layout, model, reserve_bytes, other_bytes, state_bytes=state_bytes
+        config, layout, model, reserve_bytes, other_bytes, state_bytes=state_bytes, beside=beside
     )
     num_borrowed = blocks_to_borrow(
         plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
@@ -93,6 +104,7 @@ def _num_blocks(
     other_bytes: int,
     *,
     state_bytes: int,
+    beside: Beside,
 ) -> int:
     """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
 
@@ -104,11 +116,12 @@ def _num_blocks(
         return config.num_blocks
     # The states are allocated already: on a GPU they are no longer free.
     taken = 0 if config.kv_cache_gb is None and model.device.type == "cuda" else state_bytes
-    budget = cache_budget(config, model.device, other_bytes) - taken
-    num_blocks = min(int((budget - reserve_bytes) // layout.block_bytes), useful)
+    budget = cache_budget(config, model.device, other_bytes) - taken - beside.num_bytes
+    block_bytes = layout.block_bytes + beside.block_bytes
+    num_blocks = min(int((budget - reserve_bytes) // block_bytes), useful)
     if num_blocks < 1:
         raise ConfigError(
-            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {layout.block_bytes} bytes"
+            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {block_bytes} bytes"
             f" next to {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a step;"
             " raise kv_cache_gb, lower max_num_seqs or max_num_batched_tokens, or choose a smaller"
             " model or block_size"

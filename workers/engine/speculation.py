@@ -8,13 +8,16 @@ from statistics import median
 
 from penstock.kernels import text_match
 from penstock.workers.config import EngineConfig
-from penstock.workers.errors import ConfigError
+from penstock.workers.errors import ConfigError, InvariantError
+from penstock.workers.execution.draft_model import DraftModel
+from penstock.workers.execution.draft_progress import DraftProgress
 from penstock.workers.execution.executor import Executor
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.scheduling.drafting import Drafting
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.ridge import measure_ridge
-from penstock.workers.speculation.draft import Proposer, Widths
+from penstock.workers.speculation.draft import DraftSteps, Proposer, Widths
+from penstock.workers.speculation.draft_steps import MeasuredSteps
 from penstock.workers.speculation.proposers import Lookup, Suffix
 from penstock.workers.speculation.widths import MeasuredWidths, StepCosts
 
@@ -39,6 +42,19 @@ def unsupported_reason(model: Decoder) -> str | None:
         return "this checkpoint generates no text"
     if not text_match.is_available():
         return "the native CPU library, which searches the text, could not be built: install g++"
+    return None
+
+
+def draft_problem(model: Decoder, draft: Decoder) -> str | None:
+    """Why `draft` cannot propose tokens of `model`, or None."""
+    if draft.routed is not None or draft.config.has_states or not draft.generates:
+        return f"as a draft model: {unsupported_reason(draft)}"
+    theirs, ours = draft.config.vocab_size, model.config.vocab_size
+    if theirs != ours:
+        return (
+            f"the draft model has {theirs} tokens and the model {ours}: it must be of the same "
+            "family, with the same vocabulary"
+        )
     return None
 
 
@@ -74,9 +90,9 @@ def widths_of(executor: Executor, max_model_len: int) -> Widths:
     return MeasuredWidths(StepCosts(seconds, key_s))
 
 
-def _timed(executor: Executor, num_keys: int) -> float:
+def _timed(executor: Executor, num_keys: int, num_rows: int = LONG_ROWS) -> float:
     began_s = time.perf_counter()
-    executor.run_rows(LONG_ROWS, num_keys)
+    executor.run_rows(num_rows, num_keys)
     return time.perf_counter() - began_s
 
 
@@ -87,8 +103,11 @@ def drafting_of(
     executor: Executor,
     max_model_len: int,
     given: tuple[Proposer, Widths] | None,
+    draft: Executor | None = None,
+    draft_steps: DraftSteps | None = None,
 ) -> Drafting | None:
-    """None: no drafts. `given`: instead of what `config` says."""
+    """None: no drafts. `given`, `draft_steps`: instead of what `config` says. `draft`: of the draft
+    model."""
     if given is None:
         proposer = proposer_of(config, model)
         widths = None if proposer is None else widths_of(executor, max_model_len)
@@ -96,6 +115,14 @@ def drafting_of(
         proposer, widths = given
     if proposer is None or widths is None:
         return None
+    if draft is None and config.speculate == "draft":
+        raise InvariantError("speculate draft without a draft model: engine/draft.py loads it")
+    if draft is not None and draft_steps is None:
+        draft_steps = steps_of(draft, widths)
+    drafts = None
+    if draft is not None and draft_steps is not None:
+        progress = None if config.draft_model is None else DraftProgress(config.block_size)
+        drafts = DraftModel(draft, draft_steps, progress)
     return Drafting(
         cache,
         proposer,
@@ -105,4 +132,19 @@ def drafting_of(
         max_rows=executor.memory.logits.shape[0],
         max_num_batched_tokens=config.max_num_batched_tokens,
         free_rows=executor.memory.free_rows,
+        model=drafts,
     )
+
+
+def steps_of(draft: Executor, widths: Widths) -> DraftSteps:
+    """By the time that rows of the draft model take, which is measured now."""
+    assert isinstance(widths, MeasuredWidths), "others come with steps of their own"
+    most = draft.memory.logits.shape[0]
+    measured = measure_ridge(
+        draft.run_rows, [rows for rows in ROWS if rows <= most], fallback=1, limit_s=MEASURE_S
+    )
+    log.info("speculation: the draft model: %s", measured)
+    if len(measured.seconds) < 2:
+        one_s = _timed(draft, 1, num_rows=1)
+        return MeasuredSteps(widths, StepCosts({n: one_s * x for n, x in ASSUMED.items()}))
+    return MeasuredSteps(widths, StepCosts(measured.seconds, widths.costs.key_s))

@@ -166,6 +166,34 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
     )
 
 
+def draft_batch(chunks: list[Chunk], num_rows: list[int], block_size: int) -> HostBatch:
+    """Decode rows for a draft model: of each chunk, whose draft may still grow, its last
+    `num_rows` tokens, the draft's included."""
+    ends = np.array([chunk.start + chunk.num_rows for chunk in chunks], dtype=np.int64)
+    spans = [np.arange(end - num, end) for end, num in zip(ends, num_rows, strict=True)]
+    position = np.concatenate(spans)
+    rows = [chunk for chunk, num in zip(chunks, num_rows, strict=True) for _ in range(num)]
+    token_ids = [
+        chunk.seq.token_ids[at] if at <= chunk.start else chunk.drafts[at - chunk.start - 1]
+        for chunk, at in zip(rows, position.tolist(), strict=True)
+    ]
+    tables = np.repeat(_tables(chunks), num_rows, axis=0)
+    nothing = np.zeros(0, dtype=np.int32)
+    return HostBatch(
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=position,
+        slots=_slots_of_rows(rows, tables, position, block_size),
+        decode_tables=tables,
+        decode_lens=(position + 1).astype(np.int32),
+        prefill_tables=nothing.reshape(0, 0),
+        prefill_starts=_starts([]),
+        prefill_lens=nothing,
+        max_prefill_chunk=0,
+        unread=np.zeros((2, 0), dtype=np.int64),
+        rolling=_rolling(rows, [position]),
+    )
+
+
 def _rolling(chunks: list[Chunk], positions: list[Ints]) -> HostRolling | None:
     """What each row sees, if a sequence of the step has evicted tokens; else None. `chunks`: of
     each decode row, then the prefill chunks."""

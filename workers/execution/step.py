@@ -195,8 +195,14 @@ def _reports_prompt(seq: Sequence) -> bool:
     return seq.request.params.prompt_logprobs is not None and not seq.num_generated_tokens
 
 
-def row_sampling(seq: Sequence, drafts: tuple[int, ...] = ()) -> RowSampling:
-    """How the next token of `seq` is sampled; that after `drafts`, if they come next."""
+def row_sampling(
+    seq: Sequence, drafts: tuple[int, ...] = (), *, is_draft: bool = False
+) -> RowSampling:
+    """How the next token of `seq` is sampled; that after `drafts`, if they come next.
+
+    `is_draft`: it only becomes a draft, and its probability is reported. The grammar is left alone,
+    as its matcher takes its time, and cuts drafts that it forbids in one go.
+    """
     params = seq.request.params
     greedy = params.temperature < GREEDY_BELOW
     index = seq.num_generated_tokens + len(drafts)
@@ -204,7 +210,7 @@ def row_sampling(seq: Sequence, drafts: tuple[int, ...] = ()) -> RowSampling:
     edit = None
     if seq.editor is not None:
         edit = partial(seq.editor.edit, token_ids=seq.token_ids, drafts=drafts)
-    if seq.matcher is not None:  # the grammar decides last, also about banned ids
+    if seq.matcher is not None and not is_draft:  # the grammar decides last, also about banned ids
         if params.ignore_eos:
             banned_ids += seq.matcher.eos_token_ids
         edit = partial(seq.matcher.constrain, edit=edit, forbidden=banned_ids, drafts=drafts)
@@ -217,7 +223,7 @@ def row_sampling(seq: Sequence, drafts: tuple[int, ...] = ()) -> RowSampling:
         uniform=0.0 if greedy else uniform_at(seq.seed, index),
         banned_ids=banned_ids,
         edit=edit,
-        num_logprobs=params.logprobs,
+        num_logprobs=0 if is_draft else params.logprobs,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.plan import Chunk, Plan
@@ -39,11 +40,29 @@ class DraftCounts:
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
 
 
+class ModelDrafts(Protocol):
+    """A draft model: execution/draft_model.py."""
+
+    max_rows: int  # sequences that it can draft for at once
+
+    def propose(
+        self, asked: list[tuple[Chunk, int]], step: StepSize, num_keys: int
+    ) -> list[Draft | None]:
+        """As DraftModel."""
+
+    def suits(self, draft: Draft) -> bool:
+        """As DraftModel."""
+
+    def end(self, seq: Sequence) -> None:
+        """As DraftModel."""
+
+
 class Drafting:
     """Asks a proposer for drafts of the sequences that decode, and plans as many as pay.
 
     `max_rows`: most rows of a step whose logits are computed. `max_tokens`: most draft tokens of a
-    sequence. `free_rows(n)`: how many rows a step of n can have more without other memory.
+    sequence. `free_rows(n)`: how many rows a step of n can have more without other memory. `model`
+    drafts where the proposer, which costs next to nothing, has nothing as likely.
     """
 
     def __init__(
@@ -57,10 +76,12 @@ class Drafting:
         max_rows: int,
         max_num_batched_tokens: int,
         free_rows: Callable[[int], int],
+        model: ModelDrafts | None = None,
     ):
         self.cache = cache
         self.proposer = proposer
         self.widths = widths
+        self.model = model
         self.counts = DraftCounts()
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
@@ -83,28 +104,71 @@ class Drafting:
         if is_large and self._num_skipped < self._num_to_skip:
             self._num_skipped += 1
             return
-        offers = [(i, draft) for i, c in enumerate(plan.decode) if (draft := self._offer(c, room))]
-        if not offers:
-            return
+        offers = {i: draft for i, c in enumerate(plan.decode) if (draft := self._offer(c, room))}
         num_keys = sum(num_seen(chunk) for chunk in plan.decode)
         size = StepSize(plan.num_tokens, plan.num_sampled_rows, num_keys)
-        offered = [Offer(draft, num_seen(plan.decode[i])) for i, draft in offers]
-        widths = self.widths.choose(offered, size, room)
-        self._num_skipped = 0
-        self._num_to_skip = 0 if any(widths) else min(2 * self._num_to_skip + 1, MOST_SKIPPED)
-        for (i, draft), width in zip(offers, widths, strict=True):
+        asked = [] if self.model is None else self._ask(self.model, plan, offers, size, room)
+        if offers:
+            offered = [Offer(draft, num_seen(plan.decode[i])) for i, draft in offers.items()]
+            widths = self.widths.choose(offered, size, room)
+            self._num_skipped = 0
+            self._num_to_skip = 0 if any(widths) else min(2 * self._num_to_skip + 1, MOST_SKIPPED)
+            for (i, draft), width in zip(offers.items(), widths, strict=True):
+                chunk = plan.decode[i]
+                width = min(width, self.cache.grow_spare(chunk.seq, chunk.start + 1, width))
+                if width > 0:
+                    plan.decode[i] = replace(chunk, draft=draft.first(width))
+        for i in asked:
             chunk = plan.decode[i]
-            width = min(width, self.cache.grow_spare(chunk.seq, chunk.start + 1, width))
-            if width > 0:
-                plan.decode[i] = replace(chunk, draft=draft.first(width))
+            self.cache.give_back(chunk.seq, chunk.start + chunk.num_rows)
+
+    def _ask(
+        self,
+        model: ModelDrafts,
+        plan: Plan,
+        offers: dict[int, Draft],
+        size: StepSize,
+        room: int,
+    ) -> list[int]:
+        """Add drafts of `model` to `offers`. Returns the chunks that got blocks for them."""
+        wanted = [
+            (i, most)
+            for i, chunk in enumerate(plan.decode)
+            if (most := self._most(chunk, room)) > 0
+            and not (i in offers and model.suits(offers[i]))
+        ][: min(room, model.max_rows)]
+        found: list[tuple[int, int]] = []
+        for i, most in wanted:
+            chunk = plan.decode[i]
+            most = min(most, room // len(wanted))
+            most = min(most, self.cache.grow_spare(chunk.seq, chunk.start + 1, most))
+            if most > 0:
+                found.append((i, most))
+        if not found:
+            return []
+        asked = [(plan.decode[i], most) for i, most in found]
+        num_keys = sum(num_seen(chunk) for chunk, _ in asked) // len(asked)
+        drafts = model.propose(asked, size, num_keys)
+        for (i, most), draft in zip(found, drafts, strict=True):
+            num = 0
+            if draft is not None:
+                seq = plan.decode[i].seq
+                seq.draft_offered_at = seq.num_tokens
+                num = self._num_possible(seq, draft.token_ids[:most])
+            if draft is not None and num:
+                offers[i] = draft.first(num)
+        return [i for i, _ in found]
+
+    def _most(self, chunk: Chunk, room: int) -> int:
+        """Tokens that could be verified after `chunk`."""
+        seq = chunk.seq
+        if not may_draft(seq) or not chunk.samples:
+            return 0
+        return min(room, self._max_tokens, seq.max_total_tokens - seq.num_tokens - 1)
 
     def _offer(self, chunk: Chunk, room: int) -> Draft | None:
         """What could be verified after `chunk`, or None."""
-        seq = chunk.seq
-        if not may_draft(seq) or not chunk.samples:
-            return None
-        most = min(room, self._max_tokens, seq.max_total_tokens - seq.num_tokens - 1)
-        draft = None
+        seq, most, draft = chunk.seq, self._most(chunk, room), None
         if seq.matcher is not None and most > 0 and len(forced := seq.matcher.forced()) > 0:
             draft = Draft(forced[:most], "grammar")
         elif most > 0:
@@ -133,7 +197,8 @@ class Drafting:
         seq.num_draft_tokens += num
         seq.num_accepted_tokens += num_accepted
         self.widths.observe(draft, num_accepted)
-        self.proposer.observe(seq.text, draft, num_accepted)
+        if draft.source != "draft":
+            self.proposer.observe(seq.text, draft, num_accepted)
 
     def observe_step(self, plan: Plan, seconds: float) -> None:
         """The step of `plan` has taken `seconds`."""
@@ -148,6 +213,8 @@ class Drafting:
     def end(self, seq: Sequence) -> None:
         """`seq` has ended."""
         self.proposer.end(seq.text)
+        if self.model is not None:
+            self.model.end(seq)
 
     def wants_ids(self, seq: Sequence) -> bool:
         """Whether the host should read the newest token of `seq` before the next step: drafts were

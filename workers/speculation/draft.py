@@ -8,23 +8,29 @@ token for token, whatever the drafts are.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-SOURCES = ("lookup", "suffix", "grammar")  # own text, earlier answers, the grammar's only choice
+# Own text, earlier answers, a draft model, the grammar's only choice.
+SOURCES = ("lookup", "suffix", "draft", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Ids that may come next, where they come from, and how many tokens matched before them."""
+    """Ids that may come next, where they come from, and how many tokens matched before them.
+
+    Of a draft model, `probabilities` that it gives each of them, and whether it drew them.
+    """
 
     token_ids: tuple[int, ...]
     source: str = "lookup"
     match_length: int = 0
+    probabilities: tuple[float, ...] = ()
+    is_sampled: bool = False
 
     def first(self, num: int) -> Draft:
         """The same with its first `num` tokens alone."""
-        return Draft(self.token_ids[:num], self.source, self.match_length)
+        return replace(self, token_ids=self.token_ids[:num], probabilities=self.probabilities[:num])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +74,38 @@ class StepSize:
     num_rows: int
     num_sampled: int
     num_keys: int
+
+
+class DraftSteps(Protocol):
+    """How many sequences a draft model proposes one more token for."""
+
+    def survival(self, draft: Draft) -> float:
+        """The probability that all of `draft` is right."""
+
+    def is_likely(self, draft: Draft) -> bool:
+        """Whether `draft`, of text, is right at least as often as a token of the draft model."""
+
+    def choose(self, state: Drafted, step: StepSize) -> int:
+        """So many of the likeliest of `state.survivals`; 0: none. `step`: without drafts."""
+
+    def observe(self, num_rows: int, num_keys: int, seconds: float) -> None:
+        """The draft model has computed `num_rows` rows, which saw `num_keys` keys, in `seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a draft model has proposed for a step so far.
+
+    `survivals`, likeliest first: of the drafts that can grow, the probability that all of each is
+    right. `gain`: the tokens that all drafts promise; `num_rows` of them; `seconds` spent.
+    `num_keys`: that a row of them sees, about.
+    """
+
+    survivals: tuple[float, ...]
+    gain: float
+    num_rows: int
+    num_keys: int
+    seconds: float
 
 
 class Widths(Protocol):

@@ -23,6 +23,15 @@ PACE = 1.04  # by which a step moves a running median
 LEAST_ADDED = 0.005  # of a step, which a row is measured to add at least
 LEAST_SCALE, MOST_SCALE = 0.1, 100.0
 CERTAIN = 0.95  # of tokens that a grammar forces: another spelling of the text is possible
+# Of a draft model: its tokens' probabilities, from which a token is of the next kind, and as if
+# PRIOR_COUNT had been seen, the shares of right ones.
+PROBABILITY_BOUNDS = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97)
+PROBABILITY_SHARES = (0.2, 0.4, 0.55, 0.7, 0.85, 0.93, 0.97)
+DRAFT_SHARE = 0.85  # of its tokens, before any was seen: it is tried, and soon known
+FIRST_SAMPLED_KIND = len(PROBABILITY_SHARES)  # of tokens that it drew; their shares are others
+
+
+_FIRST_TOTAL = (DRAFT_SHARE * PRIOR_COUNT, PRIOR_COUNT)
 
 
 class StepCosts:
@@ -55,38 +64,63 @@ class StepCosts:
 
 
 class Acceptance:
-    """How often tokens of drafts were right, by source, matched tokens and place in the draft."""
+    """How often tokens of drafts were right: by source, matched tokens and place in the draft; of a
+    draft model, by the probability that it gave them."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int, int], tuple[float, float]] = {}  # right, seen
+        self._totals: dict[str, tuple[float, float]] = {}  # the same by source
 
     def survival(self, draft: Draft) -> list[float]:
         """For each token of `draft`: the probability that it and all before it are right."""
-        kind = bisect_right(MATCH_BOUNDS, draft.match_length)
         found, product = [], 1.0
-        for i in range(len(draft.token_ids)):
-            right, seen = self._count(draft.source, kind, bisect_right(PLACE_BOUNDS, i))
+        for kind in _kinds(draft):
+            right, seen = self._count(*kind)
             product *= right / seen
             found.append(product)
         return found
 
+    def share(self, source: str) -> float:
+        """Of the tokens from `source` after right ones, those that were right."""
+        right, seen = self._totals.get(source, _FIRST_TOTAL)
+        return right / seen
+
     def observe(self, draft: Draft, num_accepted: int) -> None:
         """The first `num_accepted` tokens of `draft` were right; then one was wrong, if any."""
-        kind = bisect_right(MATCH_BOUNDS, draft.match_length)
-        for i in range(min(num_accepted + 1, len(draft.token_ids))):
-            place = bisect_right(PLACE_BOUNDS, i)
-            right, seen = self._count(draft.source, kind, place)
-            right, seen = DECAY * right + (i < num_accepted), DECAY * seen + 1
-            self._counts[draft.source, kind, place] = right, seen
+        for i, kind in enumerate(_kinds(draft)[: num_accepted + 1]):
+            self._counts[kind] = _counted(self._count(*kind), i < num_accepted)
+            known = self._totals.get(draft.source, _FIRST_TOTAL)
+            self._totals[draft.source] = _counted(known, i < num_accepted)
 
     def _count(self, source: str, kind: int, place: int) -> tuple[float, float]:
         known = self._counts.get((source, kind, place))
         if known is not None:
             return known
-        share = CERTAIN if source == "grammar" else PRIOR_SHARES[kind]
+        if source == "draft":
+            share = PROBABILITY_SHARES[kind % FIRST_SAMPLED_KIND]
+        else:
+            share = CERTAIN if source == "grammar" else PRIOR_SHARES[kind]
         if place:  # a draft that was right so far goes on being right more often
             share = (1 + share) / 2
         return share * PRIOR_COUNT, PRIOR_COUNT
+
+
+def _kinds(draft: Draft) -> list[tuple[str, int, int]]:
+    """Of each token of `draft`: what is counted as the same."""
+    if draft.probabilities:
+        first = FIRST_SAMPLED_KIND if draft.is_sampled else 0
+        found = [first + bisect_right(PROBABILITY_BOUNDS, each) for each in draft.probabilities]
+        return [(draft.source, kind, 0) for kind in found]
+    kind = bisect_right(MATCH_BOUNDS, draft.match_length)
+    return [
+        (draft.source, kind, bisect_right(PLACE_BOUNDS, i)) for i in range(len(draft.token_ids))
+    ]
+
+
+def _counted(known: tuple[float, float], is_right: bool) -> tuple[float, float]:
+    """A count of right and seen tokens after one more."""
+    right, seen = known
+    return DECAY * right + is_right, DECAY * seen + 1
 
 
 class StepWatch:

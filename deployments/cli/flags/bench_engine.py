@@ -12,7 +12,8 @@ from typing import Any
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.engine import add_batched_tokens, add_compute
 from penstock.deployments.cli.flags.types import non_negative_int, positive, positive_int
-from penstock.workers.config import SPECULATIONS, WEIGHTS
+from penstock.workers.config import WEIGHTS
+from penstock.workers.option_groups.speculation import SPECULATIONS
 
 OFFLINE_EXAMPLES = """\
 examples:
@@ -181,6 +182,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=SPECULATIONS,
         default="off",
         help="where draft tokens come from; random prompts flatter none (default: off)",
+    )
+    group.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="with --speculate draft, a smaller model with the same vocabulary (default: the model "
+        "itself in int4)",
     )
 
 

@@ -80,16 +80,26 @@ LINES: dict[str, dict[str, object]] = {
         "speculate": "suffix",
         "speculate_tokens": 15,
     },
+    """--speculative-config '{"model": "org/small", "num_speculative_tokens": 4}'""": {
+        "speculate": "draft",
+        "draft_model": "org/small",
+        "speculate_tokens": 4,
+    },
+    """--speculative-config '{"method": "draft_model", "model": "org/small"}'""": {
+        "speculate": "draft",
+        "draft_model": "org/small",
+    },
 }
 REFUSED = {
     "--decode-context-parallel-size 2": "a context lies on one worker",
     "--gpu-memory-utilization 0.9": "--kv-cache-gb X",
     "--trust-remote-code": "runs no code from a checkpoint",
     "--enable-eplb": "a fixed range of the experts",
-    '--speculative-config {"method":"eagle","model":"x"}': "without a draft model",
-    '--speculative-config {"method":"ngram","model":"x"}': "without a draft model",
-    "--speculative-config ngram": "without a draft model",
-    "--speculative-model x": "--speculate suffix",
+    '--speculative-config {"method":"eagle","model":"x"}': "by trained heads",
+    '--speculative-config {"method":"ngram","model":"x"}': "by trained heads",
+    '--speculative-config {"method":"draft_model"}': "by trained heads",
+    "--speculative-config ngram": "by trained heads",
+    "--speculative-model x": "--speculate draft --draft-model X",
     "--reasoning-parser step3": "deepseek_r1, qwen3",
     "--compilation-config 3": "--cuda-graphs",
     "-O3": "--cuda-graphs",
@@ -210,7 +220,7 @@ def test_a_mapping_in_a_file_is_answered_as_the_flag_is(tmp_path, capsys):
     file.write_text("speculative-config:\n  method: mtp\n")
     assert main(["serve", "--config", str(file)]) == 2
     error = capsys.readouterr().err
-    assert 'speculative_config {"method": "mtp"}: ' in error and "without a draft" in error
+    assert 'speculative_config {"method": "mtp"}: ' in error and "by trained heads" in error
     file.write_text("speculative-config:\n  method: ngram\n")
     assert config_of(f"--config {file}").engine.speculate == "lookup"
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.kernels import text_match
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import speculation
+from penstock.workers.engine.draft import load_draft
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.speculation import proposer_of, widths_of
 from penstock.workers.errors import ConfigError
+from penstock.workers.execution.draft_model import DraftModel
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.speculation.proposers import Lookup, Suffix
 from penstock.workers.speculation.widths import MeasuredWidths
 from tests.workers.answers import answers, ids_of
-from tests.workers.checkpoints import make_checkpoint, random_prompt
+from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 
 CPU, GPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="cuda")
 
@@ -92,6 +96,78 @@ def test_an_engine_of_these_settings_answers_as_without(how):
     assert drafting is not None and isinstance(drafting.widths, MeasuredWidths)
     assert drafting.widths.costs.seconds(1, 0) > 0
     assert isinstance(drafting.proposer, Lookup) and drafting.proposer.num_bytes == 0
+
+
+def engine_with_draft(folder: Path, **settings: Any) -> Engine:
+    values = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 4, "speculate": "draft"}
+    config = EngineConfig(**{**values, "model": str(folder), **settings})
+    model = load_model(folder, weights=config.weights, progress=False)
+    return Engine(config, model, draft=load_draft(config, folder, "cpu", model))
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["shared", "own"])
+def test_an_engine_with_a_draft_model_answers_as_without(is_own, monkeypatch):
+    """Of the model itself, or of a named one; and it is not measured for long at the start."""
+    monkeypatch.setattr(speculation, "MEASURE_S", 0.05)
+    folder = make_checkpoint("llama")
+    draft_model = {"draft_model": str(folder), "draft_weights": "bf16"} if is_own else {}
+    engine = engine_with_draft(folder, weights="fp32", **draft_model)
+    drafting = engine.scheduler.drafting
+    assert drafting is not None and isinstance(drafting.model, DraftModel)
+    drafts = drafting.model.executor
+    assert drafts.model.weights.format == ("bf16" if is_own else "int4")
+    assert (drafts.kv_layers[0] is engine.executor.kv_layers[0]) == (not is_own)
+    assert drafts.model.dtype == (torch.bfloat16 if is_own else torch.float32)
+    own_blocks = drafts.memory.arena.num_blocks
+    assert own_blocks == (engine.arena.num_blocks if is_own else 1)
+    model = engine.model
+    off = Engine(EngineConfig(num_blocks=256, block_size=4, max_num_seqs=4), model)
+    params = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(seed=2, max_tokens=30)]
+    requests = [Request(f"r{i}", tuple(random_prompt(20, seed=i)), p) for i, p in enumerate(params)]
+    expected, found = answers(off, requests), answers(engine, requests)
+    assert {n: ids_of(d) for n, d in found.items()} == {n: ids_of(d) for n, d in expected.items()}
+
+
+def test_memory_for_a_draft_model_is_taken_from_the_pool():
+    folder = make_checkpoint("llama")
+    model = load_model(folder, weights="fp32", progress=False)
+    sizes = {}
+    for name, more in {
+        "off": {"speculate": "lookup"},
+        "shared": {},
+        "own": {"draft_model": str(folder)},
+    }.items():
+        values = {"speculate": "draft", "max_num_seqs": 32, "block_size": 4, "kv_cache_gb": 0.004}
+        config = EngineConfig(**{**values, **more})  # type: ignore[arg-type]
+        draft = load_draft(config, folder, "cpu", model)
+        engine = Engine(config, model, draft=draft)
+        sizes[name] = engine.arena.num_blocks
+        drafting = engine.scheduler.drafting
+        assert drafting is not None
+        if isinstance(drafting.model, DraftModel):
+            taken = engine.arena.num_bytes + drafting.model.executor.memory.arena.num_bytes
+            assert taken <= 0.004 * 2**30 + 8192
+    assert sizes["off"] > sizes["shared"] > sizes["own"]
+
+
+def test_draft_models_that_cannot_be_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"draft_model x needs speculate draft; got .* suffix"):
+        EngineConfig(speculate="suffix", draft_model="x")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 .*speculate draft"):
+        EngineConfig(speculate="draft", tensor_parallel_size=2)
+    folder = make_checkpoint("llama")
+    with pytest.raises(ConfigError, match=r"256 tokens and the model .*the same vocabulary"):
+        engine_with_draft(folder, draft_model=str(with_vocabulary(256, tmp_path)))
+    with pytest.raises(ConfigError, match=r"speculate draft is not possible: .*linear attention"):
+        engine_with_draft(make_checkpoint("qwen3_next"))
+    with pytest.raises(ConfigError, match="as a draft model: its linear attention"):
+        engine_with_draft(folder, draft_model=str(make_checkpoint("qwen3_next")))
+
+
+def with_vocabulary(size: int, folder: Path) -> Path:
+    model_type, values = ALL["llama"]
+    random_model(model_type, {**values, "vocab_size": size}).save_pretrained(folder)
+    return folder
 
 
 def test_a_slow_start_assumes_costs(monkeypatch):

@@ -16,9 +16,9 @@ from penstock.deployments.cli.flags.vllm.flag import (
 
 _TEXT_ONLY = "Penstock serves text, without images, audio or video; leave it out"
 _NO_CODE = "Penstock runs no code from a checkpoint or from elsewhere; leave it out"
-_NO_DRAFT_MODEL = (
-    "Penstock drafts from text alone, without a draft model: --speculate suffix, and "
-    "--speculate-tokens N"
+_NO_HEADS = (
+    "Penstock drafts from text (ngram is --speculate lookup, suffix) and by a draft model "
+    "(--speculate draft --draft-model X), without trained heads; --speculate-tokens N"
 )
 _NO_TRANSFER = (
     "Penstock moves no KV cache between servers; --host-kv-gb X keeps evicted blocks in host memory"
@@ -47,12 +47,17 @@ def _speculation(text: str) -> Settings | None:
         return None
     if not isinstance(config, dict):
         return None
-    method = {"ngram": "lookup", "suffix": "suffix"}.get(config.pop("method", ""))
+    name = config.pop("method", "draft_model" if "model" in config else "")
+    method = {"ngram": "lookup", "suffix": "suffix", "draft_model": "draft"}.get(name)
     num = config.pop("num_speculative_tokens", None)
-    if method is None or config.keys() - _TUNING or not (num is None or isinstance(num, int)):
+    if method is None or not (num is None or isinstance(num, int)):
         return None
-    most = {} if num is None else {"speculate_tokens": str(num)}
-    return {"speculate": method, **most}
+    found = {"speculate": method}
+    if method == "draft" and isinstance(model := config.pop("model", None), str):
+        found["draft_model"] = model
+    if config.keys() - _TUNING or (method == "draft" and "draft_model" not in found):
+        return None
+    return found if num is None else {**found, "speculate_tokens": str(num)}
 
 
 MODEL = (
@@ -132,12 +137,13 @@ MODEL = (
     absent("--max-logprobs", sentence="a request may ask for 20; there is no setting"),
     VllmFlag(
         ("--speculative-config",),
-        "of the methods ngram, which is --speculate lookup, and suffix, with "
-        "num_speculative_tokens; Penstock drafts from text alone, without a draft model",
+        "of the methods ngram, which is --speculate lookup, suffix, and draft_model with a model, "
+        "which is --speculate draft --draft-model; with num_speculative_tokens. Penstock has no "
+        "drafts by trained heads (EAGLE, MTP)",
         read=_speculation,
-        becomes=("speculate", "speculate_tokens"),
+        becomes=("speculate", "draft_model", "speculate_tokens"),
     ),
-    absent("--speculative-model", "--num-speculative-tokens", sentence=_NO_DRAFT_MODEL),
+    absent("--speculative-model", "--num-speculative-tokens", sentence=_NO_HEADS),
 )
 
 CHAT = (

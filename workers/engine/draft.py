@@ -1,0 +1,127 @@
+"""The draft model of an engine: loads it, and gives it memory and an executor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.workers.config import EngineConfig
+from penstock.workers.engine.sizing import Beside
+from penstock.workers.engine.speculation import draft_problem, unsupported_reason
+from penstock.workers.errors import ConfigError
+from penstock.workers.execution.cpu_replay import DecodeReplay
+from penstock.workers.execution.draft_model import CATCH_UP_ROWS, NEAR
+from penstock.workers.execution.executor import Executor
+from penstock.workers.memory.arena import Arena, BlockLayout
+from penstock.workers.memory.block_pool import BlockPool
+from penstock.workers.memory.workspace import StepMemory, logits_plan
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.layers import LayerCache
+from penstock.workers.models.loader import load_model
+from penstock.workers.progress import Report
+from penstock.workers.quantization import int4_options
+from penstock.workers.weights.model_digest import verified_folder
+
+log = logging.getLogger("penstock.engine")
+
+MAX_SEQS = 32  # for which it drafts at once: with more, steps are large, and drafts pay no more
+LARGE = 0.8  # of the model's bytes, which a draft model has at least where it can hardly pay
+
+
+def load_draft(
+    config: EngineConfig, folder: Path, device: str, model: Decoder, report: Report | bool = False
+) -> Decoder | None:
+    """The draft model of `config`; None: it wants none. `folder`: of `model`.
+
+    `report`: as `progress` of load_model. Raises ConfigError and LoadError.
+    """
+    if config.speculate != "draft":
+        return None
+    problem = unsupported_reason(model)
+    dtype = "auto"
+    if config.draft_model is None:  # it reads and writes the same K and V
+        dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[model.dtype]
+    elif problem is None:
+        other = replace(config, model=config.draft_model, revision=None, model_digest=None)
+        folder = verified_folder(other, report if callable(report) else None)
+    if problem is not None:
+        raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
+    draft = load_model(
+        folder,
+        weights=config.draft_weights,
+        quantize_lm_head=True,
+        int4=int4_options(config),
+        dtype=dtype,
+        device=device,
+        progress=report,
+        max_model_len=config.max_model_len,
+    )
+    problem = draft_problem(model, draft)
+    if problem is not None:
+        raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
+    share = draft.weights.num_bytes / model.weights.num_bytes
+    if share > LARGE:
+        log.warning(
+            "the draft model has %.0f %% of the model's bytes, so its drafts save little: name "
+            "a smaller one with draft_model, or a smaller format with draft_weights",
+            100 * share,
+        )
+    return draft
+
+
+def num_draft_rows(config: EngineConfig) -> int:
+    """Most rows of a step of the draft model that is not catching up."""
+    near = 0 if config.draft_model is None else NEAR
+    return min(config.max_num_seqs, MAX_SEQS) + near
+
+
+def memory_beside(config: EngineConfig, draft: Decoder | None, layout: BlockLayout) -> Beside:
+    """What a draft model takes but for its weights. `layout`: of its own blocks."""
+    if draft is None:
+        return Beside()
+    block_bytes = 0 if config.draft_model is None else layout.block_bytes
+    return Beside(_reserve(config, draft)[1], block_bytes)
+
+
+def draft_executor(
+    config: EngineConfig,
+    draft: Decoder,
+    layout: BlockLayout,
+    num_blocks: int,
+    shared: Sequence[LayerCache],
+    max_model_len: int,
+) -> Executor:
+    """Over K and V of its own, in `num_blocks` blocks of `layout`, or over those of the model,
+    `shared`."""
+    is_own = config.draft_model is not None
+    num_rows, num_bytes = _reserve(config, draft)
+    # With the model's K and V, the arena's one block is unused.
+    num_own = num_blocks if is_own else 1
+    arena = Arena(layout, num_own, draft.device, num_bytes)
+    arena.storage.zero_()  # blocks that it has not filled are read, too
+    memory = StepMemory(
+        arena,
+        BlockPool(num_own),
+        draft.plan,
+        logits_plan(draft.config, draft.dtype),
+        reserve_tokens=max(num_rows, CATCH_UP_ROWS if is_own else 0),
+        num_logits=num_rows,
+    )
+    caches: Sequence[LayerCache] = arena.kv_layers() if is_own else shared
+    replay = None
+    if draft.device.type == "cpu" and draft.is_recordable:
+        longest = -(-max_model_len // config.block_size) + 1
+        replay = DecodeReplay(draft, caches, num_rows, longest)
+    return Executor(draft, caches, config.block_size, memory, replay)
+
+
+def _reserve(config: EngineConfig, draft: Decoder) -> tuple[int, int]:
+    """Rows whose logits are computed, and bytes for them and for the activations."""
+    num_rows = num_draft_rows(config)
+    most = max(num_rows, 0 if config.draft_model is None else CATCH_UP_ROWS)
+    logits = logits_plan(draft.config, draft.dtype)
+    return num_rows, draft.plan.bytes_for(most) + logits.bytes_for(num_rows)
