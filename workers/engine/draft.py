@@ -63,6 +63,8 @@ def load_draft(
     problem = draft_problem(model, draft)
     if problem is not None:
         raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
+    if config.draft_model is None and torch.equal(draft.embedding, model.embedding):
+        draft.embedding = model.embedding
     share = draft.weights.num_bytes / model.weights.num_bytes
     if share > LARGE:
         log.warning(

@@ -9,22 +9,28 @@ import pytest
 
 from penstock.deployments.client import Client
 from penstock.workers.config import EngineConfig
+from penstock.workers.engine.draft import load_draft
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.loader import load_model
 from penstock.workers.speculation.proposers import Suffix
+from penstock.workers.weights.hub import resolve_model
 from tests.deployments.serving import EngineBackend, Serving
+from tests.workers.speculation.draft_steps import AllSteps
 from tests.workers.speculation.proposers import Widest
 
 PROMPT = "The river turned the wheel. The river turned the wheel. The river turned the"
 NUM_NEW = 48
 
 
-@pytest.fixture(scope="module")
-def serving():
-    """Drafts wherever something matches: by measured times it would depend on the machine."""
-    config = EngineConfig(num_blocks=256, speculate="suffix", weights="fp32")
+@pytest.fixture(scope="module", params=["suffix", "draft"])
+def serving(request):
+    """Drafts wherever something matches, or of the model in int4: by measured times it would depend
+    on the machine."""
+    config = EngineConfig(num_blocks=256, speculate=request.param, weights="fp32")
     model = load_model("builtin", weights="fp32", progress=False)
-    engine = Engine(config, model, speculation=(Suffix(), Widest()))
+    draft = load_draft(config, resolve_model("builtin"), "cpu", model)
+    drafts = (Suffix(), Widest())
+    engine = Engine(config, model, speculation=drafts, draft=draft, draft_steps=AllSteps())
     backend = EngineBackend(engine)
     with Serving(backend) as made:
         yield made
