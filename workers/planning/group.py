@@ -44,9 +44,9 @@ class Group:
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError if `model` cannot be cut so."""
-        if not 1 <= self.ranks <= model.num_kv_heads:
+        if not 1 <= self.ranks <= model.num_heads:
             raise ConfigError(
-                f"tensor_parallel_size must lie in [1, {model.num_kv_heads}], the model's KV "
+                f"tensor_parallel_size must lie in [1, {model.num_heads}], the model's attention "
                 f"heads; got {self.ranks}"
             )
         if self.devices > 1:

@@ -1,4 +1,5 @@
-"""One worker whose two ranks are on two Ray nodes: the answers of one process, and its return."""
+"""One worker whose two ranks, or two stages, are on two Ray nodes: the answers of one process, and
+its return."""
 
 from __future__ import annotations
 
@@ -28,15 +29,13 @@ def two_nodes() -> Iterator[Nodes]:
     made.close()
 
 
-def config_of(nodes: Nodes, num_nodes: int) -> ServeConfig:
+def config_of(nodes: Nodes, num_nodes: int, cut: str = "tensor_parallel_size") -> ServeConfig:
     return ServeConfig(
-        engine=dataclasses.replace(
-            ENGINE, tensor_parallel_size=num_nodes, nodes_per_worker=num_nodes
-        ),
+        engine=dataclasses.replace(ENGINE, **{cut: num_nodes, "nodes_per_worker": num_nodes}),
         ray_address=nodes.address,
         http_port=free_port(), grpc_port=free_port(), metrics_port=0,
         num_workers=1, cpus_per_worker=1, num_ingress=1,
-        app_name=f"penstock-group-{num_nodes}",
+        app_name=f"penstock-group-{num_nodes}-{cut[0]}",
     )  # fmt: skip
 
 
@@ -76,6 +75,11 @@ def test_a_group_over_two_nodes(two_nodes: Nodes) -> None:
         )
         assert answers(group, NUM, TOKENS) == alone
         last = far_rank(cluster)
+    stages = config_of(two_nodes, 2, "pipeline_parallel_size")
+    with deployed(stages) as cluster:
+        (worker,) = cluster.view().workers
+        assert len(worker[1].ranks) == 2
+        assert answers(stages, NUM, TOKENS) == alone
     deadline_s = time.monotonic() + 30
     while last.is_running() and last.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s, "a rank outlived its worker"

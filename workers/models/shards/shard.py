@@ -2,8 +2,9 @@
 
 Every linear is cut by its outputs, and its whole input is gathered: each output is then the same
 dot product over the whole input by the same kernel, so a group has the bits of one process, in
-every number format. Shares are as even as whole KV heads and blocks of columns allow. Routed
-experts stay whole: each rank has some of them.
+every number format. Shares are as even as whole KV heads and blocks of columns allow; where there
+are more ranks than KV heads, some have the same one, and share its query heads. Routed experts stay
+whole: each rank has some of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from penstock.kernels.quant import QuantizedWeight
-from penstock.workers.errors import ConfigError
+from penstock.workers.errors import ConfigError, InvariantError
 from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.weights.joined import selected
@@ -51,20 +52,42 @@ class Shard:
     def __post_init__(self) -> None:
         config, wanted = self.config, f"tensor_parallel_size {self.num_ranks}"
         config.check_divisible()
-        if self.num_ranks > config.num_kv_heads:
+        if self.num_ranks > config.num_heads:
             raise ConfigError(
-                f"{wanted} is more than the {config.num_kv_heads} KV heads of this model, and each "
-                f"rank needs one; set it to {config.num_kv_heads} at most"
+                f"{wanted} is more than the {config.num_heads} attention heads of this model, and "
+                f"each rank needs one; set it to {config.num_heads} at most"
             )
 
     @property
     def kv_heads(self) -> Span:
-        return self._share(self.config.num_kv_heads, 1)
+        """With more ranks than KV heads, one that other ranks have, too."""
+        if self.num_ranks <= self.config.num_kv_heads:
+            return self._share(self.config.num_kv_heads, 1)
+        head, _, _ = self._shared_head
+        return Span(head, head + 1, self.config.num_kv_heads)
 
     @property
     def heads(self) -> Span:
-        """The query heads of the KV heads."""
-        return self.kv_heads.of(self.config.num_heads // self.config.num_kv_heads)
+        """The query heads of the KV heads, or this rank's of those of a KV head that it shares."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        if self.num_ranks <= self.config.num_kv_heads:
+            return self.kv_heads.of(group)
+        head, place, num_ranks = self._shared_head
+        first, end = _even(group, place, num_ranks)
+        return Span(head * group + first, head * group + end, self.config.num_heads)
+
+    @property
+    def _shared_head(self) -> tuple[int, int, int]:
+        """With more ranks than KV heads, the one of this rank; its place among the ranks that have
+        it; and their number."""
+        for head in range(self.config.num_kv_heads):
+            first, end = self._ranks_of(head)
+            if first <= self.rank < end:
+                return head, self.rank - first, end - first
+        raise InvariantError("every rank has a KV head")
+
+    def _ranks_of(self, head: int) -> tuple[int, int]:
+        return _even(self.num_ranks, head, self.config.num_kv_heads)
 
     @property
     def attended(self) -> Span:
@@ -132,11 +155,15 @@ class Shard:
 
     def _share(self, whole: int, unit: int) -> Span:
         """The first ranks have the larger shares, of whole units; the last one what is left."""
-        units = -(-whole // unit)
-        each, more = divmod(units, self.num_ranks)
-        first = self.rank * each + min(self.rank, more)
-        end = first + each + (self.rank < more)
+        first, end = _even(-(-whole // unit), self.rank, self.num_ranks)
         return Span(min(first * unit, whole), min(end * unit, whole), whole)
+
+
+def _even(num: int, place: int, num_shares: int) -> tuple[int, int]:
+    """Where the share at `place` of `num` things begins and ends; the first ones are larger."""
+    each, more = divmod(num, num_shares)
+    first = place * each + min(place, more)
+    return first, first + each + (place < more)
 
 
 def cut(weight: Tensor | QuantizedWeight, rows: Span) -> Tensor | QuantizedWeight:

@@ -184,6 +184,22 @@ def test_more_ranks(name, num_ranks):
     assert group == one
 
 
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "options"),
+    [
+        ("llama", 3, {}), ("llama", 4, {"kv": "int8", "kv_group": "head"}), ("olmo2", 4, {}),
+        ("qwen3_moe", 3, {"weights": "int8"}), ("llama-bias", 4, {"max_num_batched_tokens": 8}),
+        ("gpt_oss", 4, {}),
+    ],
+)  # fmt: skip
+def test_more_ranks_than_kv_heads(name, num_ranks, options):
+    """Ranks with the same KV head have their own copy of its K and V, and share its queries."""
+    config = ModelConfig.from_pretrained(make_checkpoint(name))
+    assert config.num_kv_heads < num_ranks <= config.num_heads
+    group, one = both(str(make_checkpoint(name)), num_ranks, {"logprobs": 2}, **options)
+    assert group == one
+
+
 def test_drafts_are_verified_by_all_ranks():
     """Rank 0 decides; the others compute the rows that it names."""
     model = str(make_checkpoint("llama"))
@@ -299,7 +315,7 @@ def test_a_closed_engine_leaves_no_process():
 @pytest.mark.parametrize(
     ("model", "ranks", "message"),
     [
-        ("llama", 9, "KV heads of this model, and each rank needs one; set it to 2"),
+        ("llama", 9, "attention heads of this model, and each rank needs one; set it to"),
         ("qwen3_5_text", 2, "linear attention is not divided among processes yet"),
     ],
 )
@@ -326,7 +342,7 @@ def test_settings_that_cannot_be(values, message):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 300), st.integers(1, 8))
 def test_shares_cover_everything_once(kv_heads, group, width, num_ranks):
-    if num_ranks > kv_heads:
+    if num_ranks > kv_heads * group:
         return
     base = ModelConfig.from_pretrained(resolve_model("builtin"))
     config = dataclasses.replace(
@@ -334,10 +350,16 @@ def test_shares_cover_everything_once(kv_heads, group, width, num_ranks):
         hidden_size=width, vocab_size=width,
     )  # fmt: skip
     shards = [Shard(config, rank, num_ranks) for rank in range(num_ranks)]
-    for name in ("heads", "kv_heads", "inner", "hidden", "vocab", "attended"):
+    for name in ("heads", "inner", "hidden", "vocab", "attended"):
         spans = [getattr(each, name) for each in shards]
         assert spans[0].first == 0 and spans[-1].end == spans[0].whole
         assert all(a.end == b.first for a, b in itertools.pairwise(spans))
+    for each in shards:
+        heads, own = each.heads, each.kv_heads
+        assert heads.size > 0 and {head // group for head in range(heads.first, heads.end)} == {
+            *range(own.first, own.end)
+        }
+        assert num_ranks > kv_heads or heads.size == own.size * group
     weight = torch.randn(width, 3)
     parts = [part for each in shards if isinstance(part := cut(weight, each.inner), torch.Tensor)]
     assert torch.equal(torch.cat(parts), weight)

@@ -87,7 +87,7 @@ def test_rolled_windows():
     assert group == one
 
 
-@pytest.mark.parametrize(("name", "stages", "ranks"), [("llama", 2, 2), ("olmoe", 2, 2)])
+@pytest.mark.parametrize(("name", "stages", "ranks"), [("llama", 2, 4), ("olmoe", 2, 2)])
 def test_stages_of_several_ranks(name, stages, ranks):
     group, one = both(name, stages, ranks)
     assert group == one
