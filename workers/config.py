@@ -397,9 +397,10 @@ class EngineConfig(
                     f"{wanted} cannot be combined with {name} on: the host sends the ranks each "
                     "step; leave it at auto"
                 )
-        for name in ("host_kv_gb", "expert_cache_gb"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{wanted} cannot be combined with {name}: leave one of them out")
+        if self.expert_cache_gb is not None:
+            raise ConfigError(
+                f"{wanted} cannot be combined with expert_cache_gb: leave one of them out"
+            )
 
     @property
     def max_sampled_rows(self) -> int:

@@ -47,7 +47,7 @@ from penstock.workers.scheduling.deferral import (
 from penstock.workers.scheduling.kv_cache import KVCache
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.states import StateCache
-from penstock.workers.scheduling.swap import host_swap
+from penstock.workers.scheduling.swap import GroupHost, host_swap
 from penstock.workers.speculation.draft import DraftSteps, Proposer, Widths
 
 
@@ -126,7 +126,8 @@ def build_parts(
     executor = make_executor(config, model, memory, max_model_len, states)
     if isinstance(model, ShardDecoder) and model.on_memory is not None:  # before the first pass
         model.on_memory(memory.arena.num_blocks, max_model_len, layout.block_bytes)
-    most_rows = memory.tokens_that_fit(PROBE_ROWS)
+    # Of a step for a measurement: as many as other steps may have, which ranks of a group rely on.
+    most_rows = memory.tokens_that_fit(min(PROBE_ROWS, config.max_num_batched_tokens))
     if config.kv_commit != "eager":
         rule = commit_rule or rule_of(
             config,
@@ -149,7 +150,8 @@ def build_parts(
     )
     rates = None
     if config.host_kv_gb is not None:
-        cache.swap, rates = host_swap(config, memory.arena, executor.run_rows, most_rows)
+        group = group_host(model, memory.arena.num_blocks)
+        cache.swap, rates = host_swap(config, memory.arena, executor.run_rows, most_rows, group)
         memory.pool.on_evict = cache.swap.keep
     return EngineParts(memory, cache, scheduler, executor, max_model_len, rates, adapters)
 
@@ -167,6 +169,14 @@ def adapters_of(config: EngineConfig, model: Decoder) -> AdapterTable | None:
 def _device_name(device: torch.device) -> str | None:
     """Of a graphics card; None: it is a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def group_host(model: Decoder, num_blocks: int) -> GroupHost | None:
+    """None: `model` is no rank of a group."""
+    if not isinstance(model, ShardDecoder) or model.on_host is None:
+        return None
+    block_bytes = sum(kv_bytes for _, kv_bytes in model.memory_of) // num_blocks
+    return GroupHost(block_bytes, model.on_host)
 
 
 def block_layout(config: EngineConfig, model: Decoder, kv: KvFormat) -> BlockLayout:

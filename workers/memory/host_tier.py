@@ -11,6 +11,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,19 @@ class TierStats:
     num_missed_blocks: int
     num_evicted_blocks: int
     num_refused_blocks: int  # not stored, because all slots were held or there were too few
+
+
+class HostMirror(Protocol):
+    """The other ranks of a group: each keeps its part of a block in the slot of the same number.
+
+    They copy between two steps, in the order of the calls, and before the next step.
+    """
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """From device blocks into slots."""
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """From slots into device blocks."""
 
 
 class HostTier:
@@ -144,6 +158,10 @@ class HostTier:
         return True
 
     # -- out
+
+    def slots_of(self, name: bytes | str) -> tuple[int, ...]:
+        """Those of a stored content key or owner."""
+        return tuple(self._entries[name].slots)
 
     def match(self, chain: Sequence[ContentKey]) -> int:
         """How many leading blocks of `chain` are stored. Does not count as use."""

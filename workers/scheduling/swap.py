@@ -19,7 +19,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.memory.arena import Arena
 from penstock.workers.memory.block_pool import ContentKey
 from penstock.workers.memory.copier import CopyThread, Transfer
-from penstock.workers.memory.host_tier import HeldSlots, HostTier
+from penstock.workers.memory.host_tier import HeldSlots, HostMirror, HostTier
 from penstock.workers.memory.restore import (
     PROBE_COPIES,
     PROBE_ROWS,
@@ -52,6 +52,15 @@ class Swapped:
     block_keys: list[bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupHost:
+    """Host memory of all ranks of a group. `block_bytes`: of one block, all parts of it; `begin`
+    has the other ranks take memory for so many slots."""
+
+    block_bytes: int
+    begin: Callable[[int], HostMirror]
+
+
 class HostSwap:
     """The host tier as the KV cache of one engine uses it."""
 
@@ -61,12 +70,15 @@ class HostSwap:
         link: CopyThread,
         rule: Callable[[], RestoreRule],
         block: Callable[[int], Tensor],
+        mirror: HostMirror | None = None,
     ):
-        """`rule` gives the rates as they are known now; `block` the bytes of a device block."""
+        """`rule` gives the rates as they are known now; `block` the bytes of a device block.
+        `mirror`: the other ranks of a group."""
         self.tier = tier
         self.link = link
         self._rule = rule
         self._block = block
+        self._mirror = mirror
         self._swapped: dict[str, Swapped] = {}
         self._restores: dict[str, Restore] = {}
         self.num_loaded_tokens = 0
@@ -77,7 +89,8 @@ class HostSwap:
 
     def keep(self, block_id: int, key: bytes, parent: bytes, token_ids: bytes) -> None:
         """A block is evicted from the prefix cache: keep its content in host memory."""
-        self.tier.put(key, parent, token_ids, self._block(block_id))
+        if self.tier.put(key, parent, token_ids, self._block(block_id)):
+            self._store_elsewhere(key, [block_id])
 
     def swap_out(self, seq: Sequence) -> None:
         """Copy the computed blocks of `seq` to host memory, if it has room for them."""
@@ -87,10 +100,15 @@ class HostSwap:
         num_blocks = -(-seq.num_computed_tokens // self._rule().block_size)
         used = seq.block_table[: num_blocks - seq.num_rolled_blocks]
         if self.tier.put_private(_owner(seq), [self._block(b) for b in used]):
+            self._store_elsewhere(_owner(seq), used)
             self._swapped[_owner(seq)] = Swapped(
                 seq.num_computed_tokens, seq.num_rolled_blocks, list(seq.block_keys)
             )
             self.num_swapped_out += 1
+
+    def _store_elsewhere(self, name: bytes | str, blocks: Seq[int]) -> None:
+        if self._mirror is not None:
+            self._mirror.store(blocks, self.tier.slots_of(name))
 
     # -- in
 
@@ -124,8 +142,8 @@ class HostSwap:
         """Start to load all blocks of `seq`, which are in its block table already."""
         seq.num_rolled_blocks = found.num_rolled_blocks
         seq.block_keys = list(found.block_keys)
-        outs = [self._block(b) for b in seq.block_table[: len(held.slots)]]
-        self._begin(seq, 0, found.num_computed_tokens, held, held.slots, outs)
+        blocks = seq.block_table[: len(held.slots)]
+        self._begin(seq, 0, found.num_computed_tokens, held, held.slots, blocks)
         self.num_restores["load"] += 1
 
     def plan(self, chain: Seq[ContentKey]) -> RestorePlan | None:
@@ -145,8 +163,9 @@ class HostSwap:
         first, count = plan.num_computed // size, plan.num_loaded // size
         held = self.tier.hold(chain[: first + count])
         begin = start + plan.num_computed
-        outs = [self._block(b) for b in seq.block_table[begin // size : begin // size + count]]
-        self._begin(seq, begin, begin + count * size, held, held.slots[first : first + count], outs)
+        blocks = seq.block_table[begin // size : begin // size + count]
+        slots = held.slots[first : first + count]
+        self._begin(seq, begin, begin + count * size, held, slots, blocks)
 
     def _begin(
         self,
@@ -155,10 +174,12 @@ class HostSwap:
         end: int,
         held: HeldSlots,
         slots: Seq[int],
-        outs: list[Tensor],
+        blocks: Seq[int],
     ) -> None:
-        transfer = self.tier.load(slots, outs, self.link)
+        transfer = self.tier.load(slots, [self._block(b) for b in blocks], self.link)
         assert transfer is not None
+        if self._mirror is not None:
+            self._mirror.load(slots, blocks)
         self._restores[_owner(seq)] = Restore(start, end, held, transfer)
 
     # -- while a load is in progress
@@ -210,13 +231,23 @@ class HostSwap:
 
 
 def host_swap(
-    config: EngineConfig, arena: Arena, run_rows: Callable[[int], None], most_rows: int
+    config: EngineConfig,
+    arena: Arena,
+    run_rows: Callable[[int], None],
+    most_rows: int,
+    group: GroupHost | None = None,
 ) -> tuple[HostSwap, Rates]:
-    """As configured, with rates that are measured now: `run_rows` computes up to `most_rows`."""
+    """As configured, with rates that are measured now: `run_rows` computes up to `most_rows`.
+    `group`: of the group whose first rank this is."""
     assert config.host_kv_gb
     block_bytes, device = arena.layout.block_bytes, arena.storage.device
     is_cuda = device.type == "cuda"
-    tier = HostTier(int(config.host_kv_gb * 2**30), block_bytes, pin=is_cuda)
+    capacity, mirror = int(config.host_kv_gb * 2**30), None
+    if group is not None:  # a slot holds a block's parts on all ranks
+        capacity = capacity // group.block_bytes * block_bytes
+    tier = HostTier(capacity, block_bytes, pin=is_cuda)
+    if group is not None:
+        mirror = group.begin(tier.num_slots)
     sample = torch.zeros_like(arena.block(0), device="cpu")
     num_rows = min(PROBE_ROWS, most_rows)
     rates = Rates(
@@ -237,7 +268,7 @@ def host_swap(
         )
 
     log.info("host memory for KV: %d blocks; %s", tier.num_slots, rule().choose(1024))
-    return HostSwap(tier, link, rule, arena.block), rates
+    return HostSwap(tier, link, rule, arena.block, mirror), rates
 
 
 def _owner(seq: Sequence) -> str:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import keep_to
@@ -65,6 +66,7 @@ def follow(peer: socket.socket) -> None:
     assert isinstance(model, ShardDecoder)
     wire.send_json(peer, wire.READY, model.weights.num_bytes)
     executor: Executor | None = None
+    host: Tensor | None = None
     while True:
         kind, contents = wire.receive(peer)
         if kind == wire.STEP and executor is not None:
@@ -75,6 +77,11 @@ def follow(peer: socket.socket) -> None:
             executor = _executor(config, model, *json.loads(contents))
             arena = executor.memory.arena
             wire.send_json(peer, wire.READY, arena.num_blocks * arena.layout.block_bytes)
+        elif kind == wire.HOST and executor is not None:
+            host = _host_memory(executor, int.from_bytes(contents, "little"))
+            wire.send_json(peer, wire.READY, host.nbytes)
+        elif kind in (wire.STORE, wire.LOAD) and executor is not None and host is not None:
+            _copy(executor, host, kind, contents)
         elif kind == wire.CONNECT:
             is_here = peer.family == socket.AF_UNIX
             model.connect(LOOPBACK if is_here else interface_of(peer.getsockname()[0]))
@@ -85,6 +92,24 @@ def _compute(executor: Executor, contents: bytes) -> None:
     token_ids, positions, inputs = wire.step_from(contents, executor.model.device)
     with executor.memory.lease(len(token_ids)) as workspace:
         executor.hidden(token_ids, positions, inputs, workspace)
+
+
+def _host_memory(executor: Executor, num_slots: int) -> Tensor:
+    """A slot for this rank's part of a block each, uint8 [num_slots, block_bytes]."""
+    arena = executor.memory.arena
+    shape, pin = (num_slots, arena.layout.block_bytes), arena.storage.is_cuda
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+
+
+@torch.inference_mode()
+def _copy(executor: Executor, host: Tensor, kind: int, contents: bytes) -> None:
+    """Between blocks and slots, before the next step is read."""
+    block = executor.memory.arena.block
+    for source, target in wire.pairs_from(contents):
+        if kind == wire.STORE:
+            host[target].copy_(block(source))
+        else:
+            block(target).copy_(host[source])
 
 
 def _executor(

@@ -13,6 +13,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
 from penstock.workers.engine.group.process import RankProcess, end_with_group
 from penstock.workers.errors import LoadError
+from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.shards.layers import ShardDecoder
@@ -85,6 +87,7 @@ class Leader:
         model.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
+        model.on_host = self._begin_host
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
@@ -155,9 +158,25 @@ class Leader:
         self._model.memory_of = list(zip(self._weight_bytes, kv_bytes))
 
     def _step(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
-        contents = wire.step_bytes(token_ids, positions, inputs)
+        self._send_all(wire.STEP, wire.step_bytes(token_ids, positions, inputs))
+
+    def _begin_host(self, num_slots: int) -> HostMirror:
         for peer in self._peers:
-            wire.send(peer, wire.STEP, contents)
+            wire.send(peer, wire.HOST, num_slots.to_bytes(8, "little"))
+        self._await_ready()
+        return self
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """As HostMirror."""
+        self._send_all(wire.STORE, wire.pairs_bytes(blocks, slots))
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """As HostMirror."""
+        self._send_all(wire.LOAD, wire.pairs_bytes(slots, blocks))
+
+    def _send_all(self, kind: int, contents: bytes) -> None:
+        for peer in self._peers:
+            wire.send(peer, kind, contents)
 
     def _logits(self, num_rows: int) -> None:
         for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage

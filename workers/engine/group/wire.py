@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
-SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS = range(6)
+SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD = range(9)
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
 _STEP = struct.Struct("<9q")
 LARGEST = 1 << 30  # bytes of a message
@@ -100,6 +101,17 @@ def step_from(
         )
     reader.end()
     return ids, positions, AttentionInputs(slots, num_decode, decode, prefill, rolling)
+
+
+def pairs_bytes(sources: Sequence[int], targets: Sequence[int]) -> bytes:
+    """Numbers of blocks and slots, or of slots and blocks, that are copied."""
+    return np.array([list(sources), list(targets)], dtype=np.int64).tobytes()
+
+
+def pairs_from(contents: bytes) -> list[tuple[int, int]]:
+    """The inverse."""
+    sources, targets = np.frombuffer(contents, np.int64).reshape(2, -1).tolist()
+    return list(zip(sources, targets, strict=True))
 
 
 def _arrays(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> list[Tensor]:

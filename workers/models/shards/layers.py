@@ -22,6 +22,7 @@ from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routing import LayerRouting
+from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
@@ -178,6 +179,8 @@ class ShardDecoder(Decoder):
         self.on_logits: OnLogits | None = None
         # Of blocks, tokens of a sequence, and bytes of a block here.
         self.on_memory: Callable[[int, int, int], None] | None = None
+        # Host memory for so many blocks.
+        self.on_host: Callable[[int], HostMirror] | None = None
         self.on_broken: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
 
