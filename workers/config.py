@@ -254,7 +254,10 @@ class KvPressureOptions:
         min=1,
     )
     host_kv_gb: float | None = option(
-        None, "GiB of host memory for KV blocks evicted from the cache; none: drop them", above=0
+        None,
+        "GiB of host memory for KV blocks evicted from the cache, of all ranks of a group "
+        "together; none: drop them",
+        above=0,
     )
     kv_restore: Literal["auto", "load", "recompute", "split"] = option(
         "auto",
@@ -275,8 +278,9 @@ class ExpertOptions:
 
     expert_cache_gb: float | None = option(
         None,
-        "GiB of device memory that caches experts; all experts then lie once per node in shared "
-        "memory, in the format of weights (docs/guide/experts.md); none: all are on the device",
+        "GiB of device memory that caches experts, on each rank of a group; all experts then lie "
+        "once per node in shared memory, in the format of weights (docs/guide/experts.md); none: "
+        "all are on the device",
         above=0,
     )
     expert_prefetch: Switch = option(
@@ -398,9 +402,22 @@ class EngineConfig(
                     "step; leave it at auto"
                 )
         if self.expert_cache_gb is not None:
-            raise ConfigError(
-                f"{wanted} cannot be combined with expert_cache_gb: leave one of them out"
-            )
+            self._check_cached_experts(wanted)
+
+    def _check_cached_experts(self, group: str) -> None:
+        """In a group every rank has a cache of its own, of its own experts."""
+        wrong = {
+            "moe_mode": self.moe_mode if self.moe_mode != "exact" else None,
+            "moe_thresholds": self.moe_thresholds,
+            "expert_store": self.expert_store if self.expert_store != "each" else None,
+            "nodes_per_worker": self.nodes_per_worker if self.nodes_per_worker > 1 else None,
+        }
+        for name, value in wrong.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{group} and expert_cache_gb cannot be combined with {name} {value}: leave "
+                    "one of them out"
+                )
 
     @property
     def max_sampled_rows(self) -> int:

@@ -7,20 +7,27 @@ from typing import Any
 
 from tools.result_files import Result, fixed, markdown
 
-MODES = ("lookup", "suffix")
+MODES = ("lookup", "suffix", "draft")
+Rows = dict[tuple[str, int, str], dict[str, Any]]  # by text, requests and mode
+
+
+def _rows(result: Result) -> Rows:
+    return {(r["kind"], r["requests"], r["mode"]): r for r in result.figures["rows"]}
 
 
 def speculation(results: Sequence[Result]) -> str:
     """Ratios within a round: the median of all rounds, the least and the greatest."""
+    measured = {mode for result in results for _, _, mode in _rows(result)}
+    modes = [mode for mode in MODES if mode in measured]
     head = ["weights", "requests", "text", "off, tokens/s"]
-    for mode in MODES:
+    for mode in modes:
         head += [mode, f"{mode}, tokens a step", f"{mode}, accepted of drafts"]
     rows = []
     for result in results:
-        found = {(r["kind"], r["requests"], r["mode"]): r for r in result.figures["rows"]}
+        found = _rows(result)
         for kind, requests, mode in found:
             if mode == "off":
-                drafted = [found[kind, requests, each] for each in MODES]
+                drafted = [found.get((kind, requests, each)) for each in modes]
                 own = found[kind, requests, mode]
                 rows.append(
                     (
@@ -32,7 +39,9 @@ def speculation(results: Sequence[Result]) -> str:
     return markdown(head, rows)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
+def _cells(row: dict[str, Any] | None) -> tuple[str, str, str]:
+    if row is None:
+        return "", "", ""
     spread = f"({fixed(row['ratio_low'], 2)} to {fixed(row['ratio_high'], 2)})"
     return (
         f"{fixed(row['ratio'], 2)}x {spread}",
@@ -53,22 +62,20 @@ def proposer(result: Result) -> str:
     return markdown(head, [cells])
 
 
-PEERS = ("llama.cpp off", "llama.cpp lookup 2", "llama.cpp lookup 10")
-
-
 def beside(result: Result) -> str:
-    """Tokens a second for one request, of Penstock and of llama.cpp on the same prompts."""
-    found = {(r["kind"], r["mode"]): r for r in result.figures["rows"]}
-    modes = ("off", *MODES)
-    head = ("text", *(f"Penstock {mode}" for mode in modes), *PEERS)
+    """Tokens a second of Penstock and of others on the same prompts."""
+    found = _rows(result)
+    own = [mode for mode in ("off", *MODES) if any(each == mode for _, _, each in found)]
+    peers = list(dict.fromkeys(each for _, _, each in found if each not in own))
+    head = ("requests", "text", *(f"Penstock {mode}" for mode in own), *peers)
     rows = []
-    for kind in dict.fromkeys(kind for kind, _ in found):
-        own = found[kind, "off"]["tokens_per_s"]
-        cells = [kind]
-        for mode in (*modes, *PEERS):
-            row = found.get((kind, mode))
+    for requests, kind in dict.fromkeys((requests, kind) for kind, requests, _ in found):
+        plain = found[kind, requests, "off"]["tokens_per_s"]
+        cells = [str(requests), kind]
+        for mode in (*own, *peers):
+            row = found.get((kind, requests, mode))
             rate = "" if row is None else fixed(row["tokens_per_s"], 0)
-            of_own = "" if row is None or mode == "off" else f" ({row['tokens_per_s'] / own:.2f}x)"
-            cells.append(rate + of_own)
+            ratio = "" if row is None or mode == "off" else f" ({row['tokens_per_s'] / plain:.2f}x)"
+            cells.append(rate + ratio)
         rows.append(cells)
     return markdown(head, rows)

@@ -6,6 +6,8 @@ Apart from worker.py, whose other importers must not load torch.
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +24,12 @@ from penstock.workers.engine.group.leader import Leader
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
-from penstock.workers.experts.build import ExpertSettings, settings_of
+from penstock.workers.experts.build import ExpertSettings, settings_in_group, settings_of
+from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import Manifest, RowSource
+from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.loader import load_model
+from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.models.score_vector import configured_pooling
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.rank import MEMORY, Rank
@@ -35,6 +39,7 @@ from penstock.workers.request import Delta
 from penstock.workers.structured.grammar import GrammarCompiler
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.model_digest import verified_folder
+from penstock.workers.weights.sources import DTYPES
 
 log = logging.getLogger("penstock.engine")
 
@@ -61,10 +66,15 @@ def load_engine(
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         folder = verified_folder(config, report)
-        leader = None
+        leader, own_file = None, None
+        settings = settings_of(config, experts, remote_experts)
         if config.num_ranks > 1:
+            if settings is not None and experts is None:
+                own_file = experts = write_experts(config, folder, device)
+            if settings is not None:
+                settings = settings_in_group(config, experts)
             transport = transport_of(device, is_far=far is not None)
-            leader = Leader(config, folder, device, transport, far)
+            leader = Leader(config, folder, device, transport, far, experts)
         try:
             with named_shortages(config.model, device):
                 model = load_configured(
@@ -72,7 +82,7 @@ def load_engine(
                     folder,
                     device,
                     progress=True if report is None else report,
-                    experts=settings_of(config, experts, remote_experts),
+                    experts=settings,
                     rank=None if leader is None else leader.rank,
                 )
                 if report is not None:
@@ -88,6 +98,9 @@ def load_engine(
             if leader is not None:
                 leader.close()
             raise
+        finally:
+            if own_file is not None:  # all ranks have it mapped
+                remove_expert_file(Path(own_file.path))
 
 
 def load_configured(
@@ -119,6 +132,16 @@ def load_configured(
         rank=rank,
         max_model_len=config.max_model_len,
     )
+
+
+def write_experts(config: EngineConfig, folder: Path, device: str) -> Manifest:
+    """A file with all experts, for the ranks of one group. Raises LoadError and ConfigError."""
+    _, model, tensors = open_model(str(folder), config.weights, device)
+    int4 = int4_options(config)
+    experts = CheckpointExperts(folder, model, tensors, config.weights, device, int4)
+    name = f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.experts"
+    path = Path(config.expert_store_dir) / name
+    return write_expert_file(experts, path, DTYPES[model.dtype], copies="")
 
 
 def transport_of(device: str, *, is_far: bool) -> str:

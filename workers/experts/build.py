@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -75,6 +75,13 @@ def settings_of(
         source=source,
         folder=config.expert_store_dir,
     )
+
+
+def settings_in_group(config: EngineConfig, manifest: Manifest | None) -> ExpertSettings | None:
+    """The same for a rank of a group, which has a cache of its own experts. `manifest`: of a file
+    with those of all ranks. Nothing is predicted: the next layer's experts are mostly others'."""
+    found = settings_of(config, manifest)
+    return None if found is None else replace(found, prefetch=False)
 
 
 def build_experts(

@@ -23,6 +23,7 @@ from penstock.workers.models.linears import Linears, Weight
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.layers import (
     HeldExperts,
+    OwnExperts,
     ShardAttention,
     ShardDecoder,
     ShardMlp,
@@ -134,7 +135,7 @@ class _Builder:
         lm_head: PackedLinear | None,
         generates: bool,
     ) -> Decoder:
-        if self.routed is not None:
+        if self.routed is not None and self.rank is None:
             self.routed.look_ahead_by(
                 [
                     RoutedLayer(index, layer.mlp_norm, layer.mlp.choose)
@@ -154,9 +155,17 @@ class _Builder:
                 part.join(self.shard, exchange)
         ends = embedding, layers, final_norm, lm_head
         if self.rank.num_stages == 1:
-            return ShardDecoder(self.shard, exchange, *ends, generates=generates)
+            return ShardDecoder(
+                self.shard, exchange, *ends, generates=generates, routed=self.routed
+            )
         return StageDecoder(
-            self.stage, self.rank.link(), self.shard, exchange, *ends, generates=generates
+            self.stage,
+            self.rank.link(),
+            self.shard,
+            exchange,
+            *ends,
+            generates=generates,
+            routed=self.routed,
         )
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -251,14 +260,17 @@ class _Builder:
                 f"{name}.{self.names.choice_bias}", config.num_experts, dtype=torch.float32
             )
         packed_router = self._router(router)
-        if self.routed is not None:
-            return MoeMlp(config, packed_router, self.routed.layer(index), shared, bias)
         if self.shard is None:
+            if self.routed is not None:
+                return MoeMlp(config, packed_router, self.routed.layer(index), shared, bias)
             experts = self._experts(name, range(config.num_experts))
             return MoeMlp(config, packed_router, experts, shared, bias)
         span = self.shard.experts
-        own = HeldExperts(self._experts(name, range(span.first, span.end)), span)
-        return ShardMoe(config, packed_router, own, shared, bias)
+        if self.routed is not None:
+            own = OwnExperts(self.routed.layer(index), span)
+            return ShardMoe(config, packed_router, own, shared, bias)
+        held = HeldExperts(self._experts(name, range(span.first, span.end)), span)
+        return ShardMoe(config, packed_router, held, shared, bias)
 
     def _router(self, parts: dict[str, int]) -> PackedLinear:
         """Of experts and perhaps of the shared expert's gate; never quantised."""

@@ -30,6 +30,8 @@ from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.sizing import step_memory
 from penstock.workers.execution.executor import Executor
+from penstock.workers.experts.build import settings_in_group
+from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
@@ -59,7 +61,12 @@ def follow(peer: socket.socket) -> None:
     try:
         folder = Path(settings["folder"]) if settings["folder"] else verified_folder(config)
         with named_shortages(config.model, device):
-            model = load_configured(config, folder, device, progress=False, rank=rank)
+            experts = None
+            if settings["experts"] is not None:
+                experts = settings_in_group(config, Manifest.from_json(settings["experts"]))
+            model = load_configured(
+                config, folder, device, progress=False, experts=experts, rank=rank
+            )
     except Exception as error:
         wire.send(peer, -1, str(error).encode())
         raise

@@ -25,6 +25,7 @@ from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
 from penstock.workers.engine.group.process import RankProcess, end_with_group
 from penstock.workers.errors import LoadError
+from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import AttentionInputs
@@ -45,9 +46,11 @@ class Leader:
         device: str,
         transport: str,
         far: FarRanks | None = None,
+        experts: Manifest | None = None,
     ):
         """Starts them; they load at the same time as this rank. `transport`: as of Rank. `far`: the
-        machines that have an equal share of the ranks each. Raises ConfigError and LoadError."""
+        machines that have an equal share of the ranks each. `experts`: of the file that expert
+        caches are filled from. Raises ConfigError and LoadError."""
         model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
         num_stages = config.pipeline_parallel_size
         sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_sampled_rows)
@@ -68,7 +71,8 @@ class Leader:
         self._weight_bytes: list[int] = []  # of all ranks
         self._model: ShardDecoder | None = None
         self._is_closing = False
-        settings = {"config": asdict(config), "device": device}
+        manifest = None if experts is None else experts.to_json()
+        settings = {"config": asdict(config), "device": device, "experts": manifest}
         num_here = self.rank.num_all // (1 if far is None else far.num_machines)
         for number in range(1, num_here):
             here = {**settings, "folder": str(folder), "gpu": number}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,7 +22,8 @@ from penstock.kernels.rowwise import act_mul, rms_norm
 from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
-from penstock.workers.experts.routing import LayerRouting
+from penstock.workers.experts.routed import RoutedExperts
+from penstock.workers.experts.routing import ExpertSource, LayerRouting
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
@@ -125,8 +127,7 @@ class ShardMoe(MoeMlp):
 
     @property
     def held(self) -> Sequence[Expert]:
-        assert isinstance(self.experts, HeldExperts)
-        return self.experts.experts
+        return self.experts.experts if isinstance(self.experts, HeldExperts) else ()
 
     def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
         assert isinstance(shared, ShardMlp)
@@ -152,6 +153,24 @@ class HeldExperts:
                 yield number, self.experts[number - self.span.first]
 
 
+@dataclass(frozen=True, slots=True)
+class OwnExperts:
+    """The experts of one rank out of its expert cache, as an ExpertSource that yields no others."""
+
+    source: ExpertSource
+    span: Span
+
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
+        routing = self.source.route(ids, x, state)
+        visit = routing.experts
+        assert callable(visit), "experts of a cache are visited"
+
+        def own(used: list[int]) -> Iterator[Visited]:
+            return visit([each for each in used if self.span.first <= each < self.span.end])
+
+        return replace(routing, experts=own)
+
+
 class ShardDecoder(Decoder):
     """The decoder of one rank. `config` is of its heads alone: for its KV cache."""
 
@@ -165,12 +184,14 @@ class ShardDecoder(Decoder):
         lm_head: PackedLinear | None,
         *,
         generates: bool = True,
+        routed: RoutedExperts | None = None,
         config: ModelConfig | None = None,
     ):
         """`config`: of what this rank holds; None: of all layers."""
         super().__init__(
-            config or shard.own_config, embedding, layers, final_norm, lm_head, generates=generates
-        )
+            config or shard.own_config, embedding, layers, final_norm, lm_head, routed,
+            generates=generates,
+        )  # fmt: skip
         self.shard, self.exchange, self.whole_config = shard, exchange, shard.config
         self.vocab = shard.spans("vocab")
         self.plan = activation_plan(shard.config, self.dtype, self.num_scales)
@@ -250,6 +271,7 @@ class ShardDecoder(Decoder):
         return self.logit_scaling.apply_(out)
 
     def close(self) -> None:
+        super().close()
         if self.on_close is not None:
             self.on_close()
 

@@ -16,6 +16,7 @@ from penstock.kernels.rowwise import rms_norm
 from penstock.kernels.types import PackedLinear, PagedKv
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
+from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
@@ -46,12 +47,13 @@ class StageDecoder(ShardDecoder):
         lm_head: PackedLinear | None,
         *,
         generates: bool = True,
+        routed: RoutedExperts | None = None,
     ):
         """`embedding` [0, hidden], `final_norm` None and `lm_head` None: of any stage but the
         first."""
         super().__init__(
             shard, exchange, embedding, layers, final_norm, lm_head,
-            generates=generates, config=stage.config_of(shard.own_config),
+            generates=generates, routed=routed, config=stage.config_of(shard.own_config),
         )  # fmt: skip
         self.stage, self.link = stage, link
         self._next_norms[-1] = None  # the next stage begins with it

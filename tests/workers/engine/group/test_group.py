@@ -330,7 +330,6 @@ def test_models_that_cannot_be_cut(model, ranks, message):
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
         ({"device": "cuda", "cuda_graphs": "on"}, "cannot be combined with cuda_graphs on"),
         ({"device": "cuda", "async_scheduling": "on"}, "leave it at auto"),
-        ({"expert_cache_gb": 1.0}, "cannot be combined with expert_cache_gb"),
     ],
 )
 def test_settings_that_cannot_be(values, message):
