@@ -25,6 +25,7 @@ from penstock.workers.engine.group.process import EXIT_STATUS, RankProcess
 from penstock.workers.engine.load import load_engine
 from penstock.workers.errors import ConfigError, LoadError
 from tests.workers.checkpoints import make_checkpoint
+from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import engine_of, run
 
 HOST = "127.0.0.1"
@@ -78,7 +79,8 @@ def test_ids_of_one_process(name, num_ranks, machines, options):
         lambda: group_of(str(make_checkpoint(name)), num_ranks, machines, **options),
         lambda: engine_of(str(make_checkpoint(name)), 1, **options),
     ):
-        engine = make()
+        with forked_ranks():
+            engine = make()
         try:
             found.append(run(engine))
         finally:

@@ -38,6 +38,7 @@ from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import answers, ids_of
 from tests.workers.builtin_grammars import open_compiler
 from tests.workers.checkpoints import FAMILIES, HYBRIDS, make_checkpoint, random_prompt
+from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.speculation.proposers import Mixed, Widest
 from tests.workers.structured.test_grammar import run as run_structured
 
@@ -74,7 +75,8 @@ def both(model: str, num_ranks: int = 2, params: dict[str, Any] | None = None, *
     """Of a group, and of one process."""
     found = []
     for size in (num_ranks, 1):
-        engine = engine_of(model, size, **options)
+        with forked_ranks():
+            engine = engine_of(model, size, **options)
         try:
             found.append(run(engine, **(params or {})))
         finally:

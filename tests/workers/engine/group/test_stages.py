@@ -34,6 +34,7 @@ from penstock.workers.request import FinishReason, SamplingParams
 from penstock.workers.structured_spec import choice
 from tests.workers.builtin_grammars import open_compiler
 from tests.workers.checkpoints import make_checkpoint
+from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import PROMPTS, engine_of, run
 from tests.workers.speculation.proposers import Mixed, Widest
 from tests.workers.structured.test_grammar import run as run_structured
@@ -43,7 +44,8 @@ def both(name: str, stages: int, ranks: int = 1, params: Any = None, **options: 
     """Ids of `stages` stages of `ranks` ranks, and of one process."""
     model, found = str(make_checkpoint(name)), []
     for shape in ({"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}, {}):
-        engine = engine_of(model, 1, **{"threads": ranks * stages, **shape, **options})
+        with forked_ranks():
+            engine = engine_of(model, 1, **{"threads": ranks * stages, **shape, **options})
         try:
             found.append(run(engine, **(params or {})))
         finally:
