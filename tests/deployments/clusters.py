@@ -13,6 +13,7 @@ from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.config import EngineConfig
+from tests.deployments.waiting import pause_s
 
 # fp32, so that ids do not depend on what else is in the batch
 ENGINE = EngineConfig(weights="fp32", device="cpu", num_blocks=600, max_num_seqs=16, threads=1)
@@ -37,8 +38,9 @@ def await_view(
     """The registry's view, once it is good. Fails after `within_s`."""
     began_s = time.monotonic()
     while not good(view := cluster.view()):
-        assert time.monotonic() - began_s < within_s, view
-        time.sleep(0.05)
+        waited_s = time.monotonic() - began_s
+        assert waited_s < within_s, view
+        time.sleep(0.04 + pause_s(waited_s))
     return view
 
 
