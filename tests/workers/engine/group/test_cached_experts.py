@@ -15,6 +15,7 @@ from penstock.workers.engine import load
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
 from tests.workers.checkpoints import make_checkpoint
+from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import engine_of, run
 
 CACHE_GB = 0.0002  # a few experts of the models here
@@ -26,7 +27,8 @@ def both(name: str, cut: dict[str, int], folder: Path, **options: Any) -> tuple[
     one = engine_of(model, 1, **options)
     cache_gb = FEW_GB if "weights" in options else CACHE_GB
     cached = {"expert_cache_gb": cache_gb, "expert_store_dir": str(folder)}
-    group = engine_of(model, cut.get("tensor_parallel_size", 1), **options, **cut, **cached)
+    with forked_ranks():
+        group = engine_of(model, cut.get("tensor_parallel_size", 1), **options, **cut, **cached)
     try:
         assert not list(folder.iterdir()), "the file of experts has a name still"
         found = run(one, logprobs=1), run(group, logprobs=1)

@@ -16,6 +16,7 @@ from penstock.workers.engine.group import wire
 from penstock.workers.request import Request, SamplingParams
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import make_checkpoint, random_prompt
+from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import engine_of
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
@@ -52,7 +53,8 @@ def test_blocks_come_back_on_all_ranks(name, cut, options):
     """Preempted sequences, and evicted prefixes, whose prompts come a second time."""
     model, small = str(make_checkpoint(name)), {"num_blocks": 34, **options}
     one = engine_of(model, 1, num_blocks=200, **{k: v for k, v in options.items() if k == "kv"})
-    group = engine_of(model, cut.get("tensor_parallel_size", 1), **{**HOST, **small, **cut})
+    with forked_ranks():
+        group = engine_of(model, cut.get("tensor_parallel_size", 1), **{**HOST, **small, **cut})
     try:
         rounds = [GREEDY, ROLLING, GREEDY]
         assert run(group, rounds) == run(one, rounds)
@@ -69,7 +71,9 @@ def test_by_collective_operations(monkeypatch):
     """What GPUs use, by gloo."""
     monkeypatch.setattr(load, "transport_of", lambda device, is_far: "gloo")
     model = str(make_checkpoint("llama"))
-    one, group = engine_of(model, 1, num_blocks=200), engine_of(model, 2, num_blocks=34, **HOST)
+    one = engine_of(model, 1, num_blocks=200)
+    with forked_ranks():
+        group = engine_of(model, 2, num_blocks=34, **HOST)
     try:
         assert run(group, [GREEDY, GREEDY]) == run(one, [GREEDY, GREEDY])
         assert group.cache.swap is not None and group.cache.swap.num_loaded_tokens > 0
@@ -80,7 +84,8 @@ def test_by_collective_operations(monkeypatch):
 
 def test_the_memory_is_that_of_all_ranks_together():
     model = str(make_checkpoint("llama"))
-    one, group = (engine_of(model, ranks, num_blocks=34, **HOST) for ranks in (1, 2))
+    with forked_ranks():
+        one, group = (engine_of(model, ranks, num_blocks=34, **HOST) for ranks in (1, 2))
     try:
         tiers = [each.cache.swap.tier for each in (one, group) if each.cache.swap is not None]
         assert tiers[0].num_slots == pytest.approx(tiers[1].num_slots, rel=0.05)
