@@ -24,6 +24,7 @@ class EngineFacts:
     dtype: str = ""  # of activations
     attention: str = ""  # the backend
     kv: str = ""  # number format of the KV cache
+    drafts: str = ""  # where draft tokens come from; empty: nowhere
 
 
 NO_FACTS = EngineFacts()

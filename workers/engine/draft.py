@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,6 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.progress import Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.weights.model_digest import verified_folder
-
-log = logging.getLogger("penstock.engine")
 
 MAX_SEQS = 32  # for which it drafts at once: with more, steps are large, and drafts pay no more
 LARGE = 0.8  # of the model's bytes, which a draft model has at least where it can hardly pay
@@ -65,14 +62,24 @@ def load_draft(
         raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
     if config.draft_model is None and torch.equal(draft.embedding, model.embedding):
         draft.embedding = model.embedding
-    share = draft.weights.num_bytes / model.weights.num_bytes
-    if share > LARGE:
-        log.warning(
-            "the draft model has %.0f %% of the model's bytes, so its drafts save little: name "
-            "a smaller one with draft_model, or a smaller format with draft_weights",
-            100 * share,
-        )
     return draft
+
+
+def drafts_described(config: EngineConfig, model: Decoder, draft: Decoder | None) -> str:
+    """Where draft tokens come from, for people; `draft`: the draft model."""
+    if draft is None:
+        return "the text of the request" + " and of earlier answers" * (
+            config.speculate != "lookup"
+        )
+    weights = draft.weights
+    what = config.draft_model or "the model itself on the same KV cache"
+    found = f"{what}: {weights.format} weights of {weights.num_bytes / 2**20:.1f} MiB"
+    if weights.num_bytes > LARGE * model.weights.num_bytes:
+        found += (
+            ", hardly fewer than the model's, so that drafts save little: name a smaller "
+            "draft_model, or a smaller format with draft_weights"
+        )
+    return found
 
 
 def num_draft_rows(config: EngineConfig) -> int:

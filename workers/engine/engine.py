@@ -20,6 +20,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.build import build_parts, wants_async_scheduling
 from penstock.workers.engine.counters import Totals, num_outstanding_tokens, stats_of
+from penstock.workers.engine.draft import drafts_described
 from penstock.workers.engine.validation import RequestValidator
 from penstock.workers.errors import StoreUnavailable
 from penstock.workers.execution.cuda_graphs import Capture
@@ -80,6 +81,8 @@ class Engine:
         self.arena, self.pool = parts.memory.arena, parts.memory.pool
         self.executor, self.max_model_len = parts.executor, parts.max_model_len
         self.adapters = parts.adapters
+        has_drafts = self.scheduler.drafting is not None
+        self._drafts = drafts_described(config, model, draft) if has_drafts else ""
         self.totals = Totals(rates=parts.rates)
         self.times = StepTimes()
         self.async_scheduling = wants_async_scheduling(
@@ -116,6 +119,7 @@ class Engine:
             dtype=str(model.dtype).removeprefix("torch."),
             attention=backend_name(like, self.arena.kv_layers()[0]),
             kv=str(KvFormat(layout.dtype, layout.group)),
+            drafts=self._drafts,
         )
 
     def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:

@@ -51,6 +51,8 @@ def _of_workers(config: ServeConfig, info: WorkerInfo, stats: EngineStats) -> li
             f"{num_tokens / info.max_model_len:.1f} requests of {info.max_model_len:,} tokens "
             f"at a time; at most {stats.max_num_seqs} in a step; prefix caching {reuse}"
         )
+    if of_engine.drafts:
+        lines.append(f"  drafts     by {of_engine.drafts}")
     if stats.states is not None:
         num, size = stats.states.num_slots, stats.states.slot_bytes / 2**20
         lines.append(
