@@ -68,9 +68,8 @@ def load_draft(
 def drafts_described(config: EngineConfig, model: Decoder, draft: Decoder | None) -> str:
     """Where draft tokens come from, for people; `draft`: the draft model."""
     if draft is None:
-        return "the text of the request" + " and of earlier answers" * (
-            config.speculate != "lookup"
-        )
+        earlier = "" if config.speculate == "lookup" else " and of earlier answers"
+        return f"the text of the request{earlier}"
     weights = draft.weights
     what = config.draft_model or "the model itself on the same KV cache"
     found = f"{what}: {weights.format} weights of {weights.num_bytes / 2**20:.1f} MiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,9 @@ def test_what_is_in_force_is_said_at_start():
         "  access     no TLS; API keys of k, from this machine only",
         "  logs       there",
     ]
+    drafting = replace(info, engine=replace(facts, drafts="the text of the request"))
+    lines = effective_settings(config, [(drafting, stats)]).splitlines()
+    assert lines[3] == "  drafts     by the text of the request"
     admission, access = effective_settings(config_from({"num_workers": "0:4"}), []).splitlines()
     assert "num_workers 0:4" in admission and "each up to 600 s" in admission
     open_to = config_from(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -30,8 +31,9 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def config_of(nodes: Nodes, num_nodes: int, cut: str = "tensor_parallel_size") -> ServeConfig:
+    values: dict[str, Any] = {cut: num_nodes, "nodes_per_worker": num_nodes}
     return ServeConfig(
-        engine=dataclasses.replace(ENGINE, **{cut: num_nodes, "nodes_per_worker": num_nodes}),
+        engine=dataclasses.replace(ENGINE, **values),
         ray_address=nodes.address,
         http_port=free_port(), grpc_port=free_port(), metrics_port=0,
         num_workers=1, cpus_per_worker=1, num_ingress=1,

@@ -12,7 +12,7 @@ import torch
 from penstock.kernels import text_match
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import speculation
-from penstock.workers.engine.draft import load_draft
+from penstock.workers.engine.draft import LARGE, load_draft
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.speculation import proposer_of, widths_of
 from penstock.workers.errors import ConfigError
@@ -118,6 +118,9 @@ def test_an_engine_with_a_draft_model_answers_as_without(is_own, monkeypatch):
     assert drafts.model.weights.format == ("bf16" if is_own else "int4")
     assert (drafts.kv_layers[0] is engine.executor.kv_layers[0]) == (not is_own)
     assert drafts.model.dtype == (torch.bfloat16 if is_own else torch.float32)
+    assert ("same KV cache: int4 weights" in engine.facts.drafts) == (not is_own)
+    is_large = drafts.model.weights.num_bytes > LARGE * engine.model.weights.num_bytes
+    assert ("hardly fewer" in engine.facts.drafts) == is_large
     own_blocks = drafts.memory.arena.num_blocks
     assert own_blocks == (engine.arena.num_blocks if is_own else 1)
     model = engine.model
