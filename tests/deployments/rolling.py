@@ -18,6 +18,7 @@ from tests.deployments.nodes import ClientOfOneConnection, within
 
 NUM = 24  # prompts, and requests at once
 NUM_CLIENTS = 4  # during an update
+PAUSE_S = 0.2  # of a client between two: the replicas that start need the CPUs, too
 UPDATE_S = 240.0
 LISTED_S = 10.0  # after its last heartbeat the registry lists a replica for 3 s
 Ended = tuple[int, list[int], Any]  # number of the prompt, ids, and the error if there was one
@@ -66,6 +67,7 @@ def updated_under_load(
                 while not waiting.done():
                     ended.append((number % NUM, *await answer(target, number % NUM, max_tokens)))
                     number += NUM_CLIENTS
+                    await asyncio.sleep(PAUSE_S)
 
             await asyncio.gather(*(one_after_another(n) for n in range(NUM_CLIENTS)))
             return ended
