@@ -108,16 +108,18 @@ class Drafting:
         num_keys = sum(num_seen(chunk) for chunk in plan.decode)
         size = StepSize(plan.num_tokens, plan.num_sampled_rows, num_keys)
         asked = [] if self.model is None else self._ask(self.model, plan, offers, size, room)
+        widths: list[int] = []
         if offers:
             offered = [Offer(draft, num_seen(plan.decode[i])) for i, draft in offers.items()]
             widths = self.widths.choose(offered, size, room)
-            self._num_skipped = 0
-            self._num_to_skip = 0 if any(widths) else min(2 * self._num_to_skip + 1, MOST_SKIPPED)
             for (i, draft), width in zip(offers.items(), widths, strict=True):
                 chunk = plan.decode[i]
                 width = min(width, self.cache.grow_spare(chunk.seq, chunk.start + 1, width))
                 if width > 0:
                     plan.decode[i] = replace(chunk, draft=draft.first(width))
+        if offers or asked:
+            self._num_skipped = 0
+            self._num_to_skip = 0 if any(widths) else min(2 * self._num_to_skip + 1, MOST_SKIPPED)
         for i in asked:
             chunk = plan.decode[i]
             self.cache.give_back(chunk.seq, chunk.start + chunk.num_rows)

@@ -3,7 +3,8 @@
 A step of the model gives G tokens in T, with the drafts so far and the time that these took. One
 more token for a draft that is right so far with probability s adds s times the share of right
 tokens to G, and to T a step of the draft model and a row. Confidence of a draft decides, as in
-llama.cpp's drafts, but against measured times instead of a fixed bound.
+llama.cpp's drafts, but against measured times instead of a fixed bound. The models are measured at
+different moments of the start, so real steps of each correct both.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class MeasuredSteps:
         `seconds` more in the draft model."""
         rows = state.num_rows + num
         keys = step.num_keys + rows * state.num_keys
-        added_s = self.widths.watch.added_s(step, rows, keys) if rows else 0.0
-        return (step.num_sampled + gain) / (plain_s + added_s + state.seconds + seconds)
+        watch = self.widths.watch
+        model_s = watch.pace * (plain_s + watch.added_s(step, rows, keys))
+        return (step.num_sampled + gain) / (model_s + state.seconds + seconds)
 
     def observe(self, num_rows: int, num_keys: int, seconds: float) -> None:
         """As DraftSteps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.workers.speculation.draft import Draft, Text
 from penstock.workers.speculation.text_index import SEPARATOR, TextIndex
@@ -20,6 +20,7 @@ MAX_ANSWER_BYTES = 64 << 20  # of the answers of all domains
 LEAST_MATCH = 3
 MOST_MATCH = 24  # that is asked for after drafts which failed
 FAILURES = 4  # in a row, after which longer matches are asked for
+RECENT = 0.8  # of what was counted before, with each draft of a text
 PROBE_TOKENS = 64  # without a draft; then a shorter match is tried again
 
 
@@ -32,6 +33,13 @@ class _Own:
     least_match: int = LEAST_MATCH
     num_failures: int = 0  # in a row
     probed_at: int = 0  # tokens
+    num_right: float = 0.0  # drafted tokens, of late
+    num_wrong: float = 0.0  # drafts with a wrong token, of late
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether drafts of this text are about as often right as wrong, or more often."""
+        return self.num_right + 1 >= self.num_wrong
 
 
 class Lookup:
@@ -66,13 +74,16 @@ class Lookup:
             if own.num_indexed - own.probed_at < PROBE_TOKENS:
                 return None
             own.probed_at = own.num_indexed
-            return draft.first(1)
-        return draft
+            draft = draft.first(1)
+        # Where matches lead astray, long ones say as little as short ones, and are counted as such.
+        return draft if own.is_repeating else replace(draft, match_length=LEAST_MATCH)
 
     def observe(self, text: Text, draft: Draft, num_accepted: int) -> None:
         own = self._own.get(text.request_id)
         if own is None:
             return
+        own.num_right = RECENT * own.num_right + num_accepted
+        own.num_wrong = RECENT * own.num_wrong + (num_accepted < len(draft.token_ids))
         own.num_failures = 0 if num_accepted else own.num_failures + 1
         if num_accepted:
             own.least_match = LEAST_MATCH

@@ -134,10 +134,13 @@ class StepWatch:
         self._costs = costs
         self._pace: dict[int, float] = {}  # seconds of a step without drafts, by T; by its rows
         self.scale = 1.0  # of the time that rows of drafts add
+        self.pace = 1.0  # of all steps, those with drafts included
 
     def observe(self, step: StepSize, num_drafts: int, num_draft_keys: int, seconds: float) -> None:
         """As Widths.observe_step."""
         plain_s = self._costs.seconds(step.num_rows, step.num_keys)
+        whole_s = plain_s + self.added_s(step, num_drafts, step.num_keys + num_draft_keys)
+        self.pace = _towards(seconds / whole_s, self.pace)
         pace = self._pace.get(step.num_rows)
         if not num_drafts:
             found = seconds / plain_s
@@ -151,6 +154,8 @@ class StepWatch:
 
     def added_s(self, step: StepSize, num_drafts: int, num_keys: int) -> float:
         """By how much `num_drafts` rows make `step` longer, which then sees `num_keys` keys."""
+        if not num_drafts:
+            return 0.0
         return self.scale * self.unscaled_s(step, num_drafts, num_keys)
 
     def unscaled_s(self, step: StepSize, num_drafts: int, num_keys: int) -> float:

@@ -79,6 +79,15 @@ def test_real_steps_correct_what_was_measured_at_the_start():
     assert 8 < steps.scale < 16 and grown(steps, ONE, 0.99) == 0
 
 
+def test_a_model_that_was_measured_in_a_slow_moment_is_corrected_too():
+    """Drafts paid by what was measured; by real steps of the model they do not."""
+    steps = steps_with(1.0, 0.3)
+    assert grown(steps, ONE, 0.99) > 1
+    for i in range(200):
+        steps.widths.observe_step(ONE, 2 * (i % 2), 0, 0.3 if i % 5 else 3.0)
+    assert steps.widths.watch.pace < 0.4 and grown(steps, ONE, 0.99) == 0
+
+
 def test_the_likeliest_of_several_go_on():
     """A step of the draft model for all costs as much as for one, but rows of the model do."""
     steps = steps_with(1.0, 0.1, row_s=0.1)
