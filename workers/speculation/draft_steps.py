@@ -39,6 +39,8 @@ class MeasuredSteps:
         share = self.widths.acceptance.share("draft")
         plain_s = self.widths.costs.seconds(step.num_rows, step.num_keys)
         is_first = not state.num_rows
+        if is_first and self.widths.watch.wants_plain(step.num_rows):
+            return 0
         best = self._rate(state, step, plain_s, state.gain, 0, 0.0) * (GAIN if is_first else 1.0)
         best_num, gain = 0, state.gain
         for num, survival in enumerate(state.survivals, 1):
@@ -63,7 +65,7 @@ class MeasuredSteps:
         rows = state.num_rows + num
         keys = step.num_keys + rows * state.num_keys
         watch = self.widths.watch
-        model_s = watch.pace * (plain_s + watch.added_s(step, rows, keys))
+        model_s = watch.pace_of(step.num_rows) * (plain_s + watch.added_s(step, rows, keys))
         return (step.num_sampled + gain) / (model_s + state.seconds + seconds)
 
     def observe(self, num_rows: int, num_keys: int, seconds: float) -> None:

@@ -21,6 +21,7 @@ PRIOR_COUNT = 6.0
 PRIOR_SHARES = (0.4, 0.55, 0.7, 0.8, 0.9)
 PACE = 1.04  # by which a step moves a running median
 LEAST_ADDED = 0.005  # of a step, which a row is measured to add at least
+PLAIN_STEPS = 64  # with drafts of a model, after which one without any is due
 LEAST_SCALE, MOST_SCALE = 0.1, 100.0
 CERTAIN = 0.95  # of tokens that a grammar forces: another spelling of the text is possible
 # Of a draft model: its tokens' probabilities, from which a token is of the next kind, and as if
@@ -134,23 +135,31 @@ class StepWatch:
         self._costs = costs
         self._pace: dict[int, float] = {}  # seconds of a step without drafts, by T; by its rows
         self.scale = 1.0  # of the time that rows of drafts add
-        self.pace = 1.0  # of all steps, those with drafts included
+        self._num_drafted: dict[int, int] = {}  # steps since one without drafts, by its rows
 
     def observe(self, step: StepSize, num_drafts: int, num_draft_keys: int, seconds: float) -> None:
         """As Widths.observe_step."""
         plain_s = self._costs.seconds(step.num_rows, step.num_keys)
-        whole_s = plain_s + self.added_s(step, num_drafts, step.num_keys + num_draft_keys)
-        self.pace = _towards(seconds / whole_s, self.pace)
         pace = self._pace.get(step.num_rows)
         if not num_drafts:
             found = seconds / plain_s
             self._pace[step.num_rows] = found if pace is None else _towards(found, pace)
+            self._num_drafted[step.num_rows] = 0
             return
         if pace is None:
             return
+        self._num_drafted[step.num_rows] += 1
         added_s = self.unscaled_s(step, num_drafts, step.num_keys + num_draft_keys)
         found = (seconds / pace - plain_s) / added_s
         self.scale = min(max(_towards(found, self.scale), LEAST_SCALE), MOST_SCALE)
+
+    def wants_plain(self, num_rows: int) -> bool:
+        """Whether it is time for a step of `num_rows` without drafts, to compare others with."""
+        return self._num_drafted.get(num_rows, PLAIN_STEPS) >= PLAIN_STEPS
+
+    def pace_of(self, num_rows: int) -> float:
+        """By how much steps of `num_rows` take longer than was measured at the start."""
+        return self._pace.get(num_rows, 1.0)
 
     def added_s(self, step: StepSize, num_drafts: int, num_keys: int) -> float:
         """By how much `num_drafts` rows make `step` longer, which then sees `num_keys` keys."""

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.workers.speculation.draft import Draft, Drafted, StepSize
 from penstock.workers.speculation.draft_steps import PROBE_STEPS, MeasuredSteps
-from penstock.workers.speculation.widths import MeasuredWidths, StepCosts
+from penstock.workers.speculation.widths import PLAIN_STEPS, MeasuredWidths, StepCosts
 
 ONE = StepSize(1, 1, 0)
 
@@ -15,6 +15,9 @@ def steps_with(model_s: float, draft_s: float, row_s: float = 0.02) -> MeasuredS
     """One row of the model takes `model_s`, each further one `row_s` of that; of the draft model
     `draft_s`, and nothing for further ones."""
     widths = MeasuredWidths(StepCosts({1: model_s, 11: model_s * (1 + 10 * row_s)}))
+    for num_rows in range(1, 9):  # as measured
+        step = StepSize(num_rows, num_rows, 0)
+        widths.observe_step(step, 0, 0, widths.costs.seconds(num_rows, 0))
     return MeasuredSteps(widths, StepCosts({1: draft_s, 8: draft_s}))
 
 
@@ -85,7 +88,27 @@ def test_a_model_that_was_measured_in_a_slow_moment_is_corrected_too():
     assert grown(steps, ONE, 0.99) > 1
     for i in range(200):
         steps.widths.observe_step(ONE, 2 * (i % 2), 0, 0.3 if i % 5 else 3.0)
-    assert steps.widths.watch.pace < 0.4 and grown(steps, ONE, 0.99) == 0
+    assert steps.widths.watch.pace_of(1) < 0.4 and grown(steps, ONE, 0.99) == 0
+
+
+def test_rows_that_cost_more_than_was_measured_are_learnt():
+    """Few numbers of rows were measured, and more cost more than a straight line says."""
+    steps, step = steps_with(1.0, 0.02, row_s=0.001), StepSize(4, 4, 0)
+    before = grown(steps, step, 0.99)
+    for i in range(300):
+        num = 0 if steps.widths.watch.wants_plain(4) else 4 + i % 8
+        steps.widths.observe_step(step, num, 0, 1.0 + 0.15 * num)
+    assert steps.widths.watch.pace_of(4) == pytest.approx(1.0, abs=0.05)
+    assert grown(steps, step, 0.99) < before
+
+
+def test_one_step_in_a_while_is_without_drafts():
+    steps = steps_with(1.0, 0.1)
+    state, chosen = Drafted((1.0,), 0.0, 0, 0, 0.0), []
+    for _ in range(3 * PLAIN_STEPS):
+        chosen.append(steps.choose(state, ONE))
+        steps.widths.observe_step(ONE, chosen[-1], 0, 1.0)
+    assert chosen.count(0) in (2, 3)
 
 
 def test_the_likeliest_of_several_go_on():
