@@ -34,7 +34,7 @@ from tools.result_tables import (
 )
 
 PAGE = ROOT / "docs" / "benchmarks" / "results.md"
-SPECULATION_RUNS = ("int8-1", "bf16-1", "int8-4", "int8-16")
+SPECULATION_RUNS = ("int8-1", "bf16-1", "int8-4", "int8-16", "int4", "fp32-draft")
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.S)
 MARKER = re.compile(r"<!-- (?:begin|end) (\S+) -->")
 
@@ -80,6 +80,7 @@ TABLES: dict[str, Table] = {
     "w2-xeon-vnni": _offline("xeon-vnni-w2"),
     "hybrid": Table(["hybrid/epyc-zen4-1-thread"], hybrid.hybrid),
     "speculation-beside": Table(["speculation/epyc-zen4-int8-1-llama-cpp"], speculation.beside),
+    "speculation-beside-bf16": Table(["speculation/epyc-zen4-bf16-beside"], speculation.beside),
     "long-prompts": Table(["long-prompts/epyc-zen4"], long_prompts.long_prompts),
     "gpu-checks": Table(["gpu/h200-checks"], gpu.checks),
     "gpu-decode": Table(["gpu/h200-decode"], gpu.decode),
