@@ -20,6 +20,7 @@ MAX_ANSWER_BYTES = 64 << 20  # of the answers of all domains
 LEAST_MATCH = 3
 MOST_MATCH = 24  # that is asked for after drafts which failed
 FAILURES = 4  # in a row, after which longer matches are asked for
+FIRST_TOKENS = 4  # of a draft, before any of the text was right
 RECENT = 0.8  # of what was counted before, with each draft of a text
 PROBE_TOKENS = 64  # without a draft; then a shorter match is tried again
 
@@ -35,11 +36,12 @@ class _Own:
     probed_at: int = 0  # tokens
     num_right: float = 0.0  # drafted tokens, of late
     num_wrong: float = 0.0  # drafts with a wrong token, of late
+    seen_at: int = 0  # tokens, when a draft was verified, or its failures were half forgotten
 
     @property
     def is_repeating(self) -> bool:
         """Whether drafts of this text are about as often right as wrong, or more often."""
-        return self.num_right + 1 >= self.num_wrong
+        return self.num_right + 0.5 >= self.num_wrong
 
 
 class Lookup:
@@ -70,13 +72,17 @@ class Lookup:
         """`draft`, if its match is long enough for a text whose last drafts fared as they did."""
         if not draft.token_ids or draft.match_length < LEAST_MATCH:
             return None
+        if own.num_indexed - own.seen_at >= PROBE_TOKENS:  # it may repeat itself by now
+            own.num_wrong /= 2
+            own.seen_at = own.num_indexed
         if draft.match_length < own.least_match:
             if own.num_indexed - own.probed_at < PROBE_TOKENS:
                 return None
             own.probed_at = own.num_indexed
             draft = draft.first(1)
         # Where matches lead astray, long ones say as little as short ones, and are counted as such.
-        return draft if own.is_repeating else replace(draft, match_length=LEAST_MATCH)
+        draft = draft if own.is_repeating else replace(draft, match_length=LEAST_MATCH)
+        return draft if own.num_right else draft.first(FIRST_TOKENS)
 
     def observe(self, text: Text, draft: Draft, num_accepted: int) -> None:
         own = self._own.get(text.request_id)
@@ -84,6 +90,7 @@ class Lookup:
             return
         own.num_right = RECENT * own.num_right + num_accepted
         own.num_wrong = RECENT * own.num_wrong + (num_accepted < len(draft.token_ids))
+        own.seen_at = own.num_indexed
         own.num_failures = 0 if num_accepted else own.num_failures + 1
         if num_accepted:
             own.least_match = LEAST_MATCH

@@ -90,8 +90,23 @@ def test_earlier_answers_do_not_run_into_each_other(seed):
 
 def test_a_text_that_repeats_itself_is_continued():
     text = Text("a", array("i", [9, 1, 2, 3, 1, 2, 3]), 1)
-    draft = Lookup().propose(text, 8)
-    assert draft == Draft((1, 2, 3, 1, 2, 3, 1, 2), "lookup", 3)
+    proposer = Lookup()
+    draft = proposer.propose(text, 8)
+    assert draft == Draft((1, 2, 3, 1), "lookup", 3), "a few, before any was right"
+    proposer.observe(text, draft, 4)
+    assert proposer.propose(text, 8) == Draft((1, 2, 3, 1, 2, 3, 1, 2), "lookup", 3)
+
+
+def test_a_text_whose_drafts_failed_is_trusted_again_after_a_while():
+    proposer, text = Lookup(), Text("a", array("i", [1, 2, 3, 4] * 4), 16)
+    draft = proposer.propose(text, 2)
+    assert draft is not None and draft.match_length > 6
+    proposer.observe(text, draft, 0)
+    wary = proposer.propose(text, 2)
+    assert wary is not None and wary.match_length == 3
+    text.token_ids.extend([1, 2, 3, 4] * 16)
+    trusting = proposer.propose(text, 2)
+    assert trusting is not None and trusting.match_length > 6
 
 
 def test_a_text_is_matched_as_it_grows_and_forgotten_at_its_end():

@@ -259,8 +259,17 @@ def test_groups_share_bytes_and_time(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("16", r"must lie in \[1, 8\]"), ("two", "takes whole numbers"), ("0", "must lie in")],
+    [("128", r"must lie in \[1, 64\]"), ("two", "takes whole numbers"), ("0", "must lie in")],
 )
 def test_groups_that_cannot_be(value, message, capsys):
     assert main(["plan", "Llama-3.1-70B", "--tensor-parallel-size", value]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_ranks_with_the_same_kv_head_have_a_copy_each(tmp_path):
+    """Llama-3.1-70B has 8 KV heads: sixteen ranks have as much K and V each as eight."""
+    flags = ("Llama-3.1-70B", "--device", "H100", "-tp", "8,16", "--batch", "4")
+    rows = {row["ranks"]: row for row in plan(tmp_path, *flags)["devices"][0]["rows"]}
+    assert list(rows) == [8, 16] and rows[16]["weight_gb"] < rows[8]["weight_gb"]
+    model = SHAPES["Llama-3.1-70B"]
+    assert Group(8).kv_share(model) == Group(16).kv_share(model) == 1 / 8
