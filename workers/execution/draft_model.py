@@ -56,7 +56,7 @@ class _Growing:
         if not self.chunk.drafts:
             return None
         drawn = tuple(self.probabilities)
-        return Draft(self.chunk.drafts, "draft", 0, drawn, self.is_sampled)
+        return Draft(self.chunk.drafts, "draft", probabilities=drawn, is_sampled=self.is_sampled)
 
 
 class DraftModel:

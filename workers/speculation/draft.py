@@ -19,12 +19,15 @@ SOURCES = ("lookup", "suffix", "draft", "grammar")
 class Draft:
     """Ids that may come next, where they come from, and how many tokens matched before them.
 
-    Of a draft model, `probabilities` that it gives each of them, and whether it drew them.
+    `trust`: how often drafts of the same request were right of late, of one whose match would be
+    as good as any. Of a draft model, `probabilities` that it gives each of the tokens, and whether
+    it drew them.
     """
 
     token_ids: tuple[int, ...]
     source: str = "lookup"
     match_length: int = 0
+    trust: float = 1.0
     probabilities: tuple[float, ...] = ()
     is_sampled: bool = False
 

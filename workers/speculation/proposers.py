@@ -39,9 +39,10 @@ class _Own:
     seen_at: int = 0  # tokens, when a draft was verified, or its failures were half forgotten
 
     @property
-    def is_repeating(self) -> bool:
-        """Whether drafts of this text are about as often right as wrong, or more often."""
-        return self.num_right + 0.5 >= self.num_wrong
+    def trust(self) -> float:
+        """The share of right ones among tokens that drafts gave, as if two had been right before:
+        matches of other texts say little of one that does not repeat itself."""
+        return (self.num_right + 2) / (self.num_right + self.num_wrong + 2)
 
 
 class Lookup:
@@ -80,8 +81,7 @@ class Lookup:
                 return None
             own.probed_at = own.num_indexed
             draft = draft.first(1)
-        # Where matches lead astray, long ones say as little as short ones, and are counted as such.
-        draft = draft if own.is_repeating else replace(draft, match_length=LEAST_MATCH)
+        draft = replace(draft, trust=own.trust)
         return draft if own.num_right else draft.first(FIRST_TOKENS)
 
     def observe(self, text: Text, draft: Draft, num_accepted: int) -> None:

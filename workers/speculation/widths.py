@@ -74,7 +74,7 @@ class Acceptance:
 
     def survival(self, draft: Draft) -> list[float]:
         """For each token of `draft`: the probability that it and all before it are right."""
-        found, product = [], 1.0
+        found, product = [], draft.trust
         for kind in _kinds(draft):
             right, seen = self._count(*kind)
             product *= right / seen

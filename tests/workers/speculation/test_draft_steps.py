@@ -11,6 +11,10 @@ from penstock.workers.speculation.widths import PLAIN_STEPS, MeasuredWidths, Ste
 ONE = StepSize(1, 1, 0)
 
 
+def drafted(*probabilities: float) -> Draft:
+    return Draft(tuple(range(len(probabilities))), "draft", probabilities=probabilities)
+
+
 def steps_with(model_s: float, draft_s: float, row_s: float = 0.02) -> MeasuredSteps:
     """One row of the model takes `model_s`, each further one `row_s` of that; of the draft model
     `draft_s`, and nothing for further ones."""
@@ -31,7 +35,7 @@ def grown(steps: MeasuredSteps, step: StepSize, probability: float, most: int = 
         if not steps.choose(state, step):
             break
         kinds += (probability,)
-        survival = steps.survival(Draft(tuple(range(len(kinds))), "draft", 0, kinds))
+        survival = steps.survival(drafted(*kinds))
         gain, seconds = gain + survival, seconds + steps.costs.seconds(1, 0)
     return len(kinds)
 
@@ -42,7 +46,7 @@ def test_it_goes_on_while_one_more_token_promises_more_a_second():
         steps = steps_with(1.0, draft_s)
         for _ in range(400):  # the draft model says 0.97 and more, and is right in 9 of 10
             for i in range(10):
-                steps.widths.observe(Draft((1,), "draft", 0, (0.99,)), int(i > 0))
+                steps.widths.observe(drafted(0.99), int(i > 0))
         right = steps.widths.acceptance.share("draft")
         assert right == pytest.approx(0.9, abs=0.02)
         rates = []
@@ -71,7 +75,7 @@ def test_one_that_is_never_right_is_left_alone():
     steps = steps_with(1.0, 0.1)
     assert grown(steps, ONE, 0.99) > 0
     for _ in range(40):
-        steps.widths.observe(Draft((1, 2), "draft", 0, (0.99, 0.99)), 0)
+        steps.widths.observe(drafted(0.99, 0.99), 0)
     assert grown(steps, ONE, 0.99) == 0
 
 
