@@ -34,7 +34,16 @@ from tools.result_tables import (
 )
 
 PAGE = ROOT / "docs" / "benchmarks" / "results.md"
-SPECULATION_RUNS = ("int8-1", "bf16-1", "int8-4", "int8-16", "int4", "fp32-draft")
+SPECULATION_RUNS = (
+    "int8-1",
+    "bf16-1",
+    "int8-4",
+    "int8-16",
+    "int4",
+    "fp32-draft",
+    "prose-int8",
+    "prose-int4",
+)
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.S)
 MARKER = re.compile(r"<!-- (?:begin|end) (\S+) -->")
 
