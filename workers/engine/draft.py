@@ -38,15 +38,14 @@ def load_draft(
     """
     if config.speculate != "draft":
         return None
-    problem = unsupported_reason(model)
+    if (problem := unsupported_reason(model)) is not None:
+        raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
     dtype = "auto"
     if config.draft_model is None:  # it reads and writes the same K and V
         dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[model.dtype]
-    elif problem is None:
+    else:
         other = replace(config, model=config.draft_model, revision=None, model_digest=None)
         folder = verified_folder(other, report if callable(report) else None)
-    if problem is not None:
-        raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
     draft = load_model(
         folder,
         weights=config.draft_weights,
@@ -57,8 +56,7 @@ def load_draft(
         progress=report,
         max_model_len=config.max_model_len,
     )
-    problem = draft_problem(model, draft)
-    if problem is not None:
+    if (problem := draft_problem(model, draft)) is not None:
         raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
     if config.draft_model is None and torch.equal(draft.embedding, model.embedding):
         draft.embedding = model.embedding

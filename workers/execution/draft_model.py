@@ -31,8 +31,8 @@ from penstock.workers.speculation.draft import Draft, Drafted, DraftSteps, StepS
 
 NEAR = 8  # tokens before the newest one, whose K and V are computed as rows beside it
 CATCH_UP_ROWS = 256  # of a step, in which the draft model computes a longer gap
-# It computes a gap where the answer may get at least one token for so many tokens of the gap: of a
-# model that is ten times smaller, a token of a prompt costs about a hundredth of a decode step.
+# A gap is computed where the answer may get at least one token for each 32 tokens of the gap: with
+# a draft model a tenth of the size, a prompt token costs about a hundredth of a decode step.
 GAP_PER_TOKEN = 32
 
 
@@ -73,7 +73,8 @@ class DraftModel:
     def propose(
         self, asked: Seq[tuple[Chunk, int]], step: StepSize, num_keys: int
     ) -> list[Draft | None]:
-        """For each chunk a draft of up to so many tokens, for which the sequence has slots.
+        """A draft for each chunk, of at most the number of tokens beside it; the sequence has slots
+        for these.
 
         `step`: that of all chunks, without drafts. `num_keys`: that a row of it sees, about.
         """

@@ -55,7 +55,7 @@ class Swapped:
 @dataclass(frozen=True, slots=True)
 class GroupHost:
     """Host memory of all ranks of a group. `block_bytes`: of one block, all parts of it; `begin`
-    has the other ranks take memory for so many slots."""
+    has the other ranks take memory for a number of slots."""
 
     block_bytes: int
     begin: Callable[[int], HostMirror]

@@ -89,7 +89,8 @@ class DraftSteps(Protocol):
         """Whether `draft`, of text, is right at least as often as a token of the draft model."""
 
     def choose(self, state: Drafted, step: StepSize) -> int:
-        """So many of the likeliest of `state.survivals`; 0: none. `step`: without drafts."""
+        """The number of drafts that get one more token, the likeliest of `state.survivals` first.
+        `step`: without drafts."""
 
     def observe(self, num_rows: int, num_keys: int, seconds: float) -> None:
         """The draft model has computed `num_rows` rows, which saw `num_keys` keys, in `seconds`."""

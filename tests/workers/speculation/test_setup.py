@@ -140,8 +140,13 @@ def test_memory_for_a_draft_model_is_taken_from_the_pool():
         "shared": {},
         "own": {"draft_model": str(folder)},
     }.items():
-        values = {"speculate": "draft", "max_num_seqs": 32, "block_size": 4, "kv_cache_gb": 0.004}
-        config = EngineConfig(**{**values, **more})  # type: ignore[arg-type]
+        values: dict[str, Any] = {
+            "speculate": "draft",
+            "max_num_seqs": 32,
+            "block_size": 4,
+            "kv_cache_gb": 0.004,
+        }
+        config = EngineConfig(**{**values, **more})
         draft = load_draft(config, folder, "cpu", model)
         engine = Engine(config, model, draft=draft)
         sizes[name] = engine.arena.num_blocks

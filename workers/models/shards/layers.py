@@ -200,7 +200,7 @@ class ShardDecoder(Decoder):
         self.on_logits: OnLogits | None = None
         # Of blocks, tokens of a sequence, and bytes of a block here.
         self.on_memory: Callable[[int, int, int], None] | None = None
-        # Host memory for so many blocks.
+        # Takes host memory for a number of blocks on the other ranks.
         self.on_host: Callable[[int], HostMirror] | None = None
         self.on_broken: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None

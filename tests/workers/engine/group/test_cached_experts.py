@@ -14,6 +14,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine import load
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
+from penstock.workers.models.shards.layers import ShardDecoder
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import engine_of, run
@@ -45,7 +46,8 @@ def check_cache(group: Engine) -> None:
     assert routed is not None and routed.cache.num_slots < routed.cache.manifest.num_all
     counts = routed.cache.counts
     assert counts.num_misses > 0 and counts.num_prefetched == 0
-    span = group.model.shard.experts  # type: ignore[attr-defined]
+    assert isinstance(group.model, ShardDecoder)
+    span = group.model.shard.experts
     assert {expert for _, expert in counts.uses} <= set(range(span.first, span.end))
 
 
