@@ -1,7 +1,8 @@
 """Where a text's newest tokens occurred before, by chains of hashes: on the CPU, natively.
 
 A text is a ring of int32 ids in arrays that the caller owns; an id below 0 separates texts. Work is
-bounded: a search looks at 8 places and 32 tokens of each, and to add a token takes constant time.
+bounded: a search looks at 8 places and 32 tokens of each, then at two, and to add a token takes
+constant time.
 """
 
 from __future__ import annotations
@@ -16,30 +17,31 @@ from penstock.kernels.cpu.arguments import INDEX_TEXT, MATCH_TEXT
 
 Ids = NDArray[np.int32]
 DEPTH = 32  # tokens before a place that are compared at most
-GRAM = 3  # tokens that match at least
+GRAM = 3  # tokens of a long match, at least: the longest is found; of one or two, the newest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextArrays:
     """The memory of an indexed text of up to `capacity` tokens, a power of two: position p is at
-    p % capacity. `heads`, zeroed, has a power of two entries, one a hash."""
+    p % capacity. `heads` and `short_heads`, zeroed, have an entry for each hash."""
 
     tokens: Ids  # [capacity]
     heads: Ids
     before: Ids  # [capacity]
+    short_heads: Ids  # [2 * capacity]
     fields: tuple[int, ...]  # of these arrays, as the native functions take them
 
     @classmethod
     def of(cls, capacity: int) -> TextArrays:
         assert capacity & (capacity - 1) == 0 and capacity >= 2
-        tokens, heads, before = (np.zeros(capacity, np.int32) for _ in range(3))
-        addresses = (tokens.ctypes.data, heads.ctypes.data, before.ctypes.data)
-        sizes = (capacity, capacity.bit_length() - 1)
-        return cls(tokens, heads, before, (*addresses, *sizes))
+        arrays = tuple(np.zeros(size * capacity, np.int32) for size in (1, 1, 1, 2))
+        addresses = tuple(each.ctypes.data for each in arrays)
+        return cls(*arrays, (*addresses, capacity, capacity.bit_length() - 1))
 
     @property
     def num_bytes(self) -> int:
-        return self.tokens.nbytes + self.heads.nbytes + self.before.nbytes
+        arrays = (self.tokens, self.heads, self.before, self.short_heads)
+        return sum(each.nbytes for each in arrays)
 
 
 def is_available() -> bool:
@@ -57,7 +59,7 @@ def index_text(text: TextArrays, begin: int, end: int) -> None:
 def match_text(
     text: TextArrays, end: int, newest: Ids, most: int, *, is_own: bool
 ) -> tuple[int, list[int]]:
-    """How many of the tokens before some place in [0, end) are the last of `newest` (0, or 3 to
+    """How many of the tokens before some place in [0, end) are the last of `newest` (0 to
     32), and up to `most` tokens after it.
 
     The longest match; of several, one before the most frequent next token; then the newest.

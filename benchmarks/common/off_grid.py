@@ -8,6 +8,7 @@ neurons, and each value head's. The function is the same; a group of 32 then mix
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def write_off_grid(file: Path, folder: Path, seed: int = 0) -> None:
     for layer in model.model.layers:
         _reorder_inside(layer, model.config, generator)
     model.save_pretrained(folder)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     (folder / "tokenizer.json").write_text(Tokenizer.load(file).to_json(), encoding="utf-8")
 
 

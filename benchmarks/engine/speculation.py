@@ -138,8 +138,7 @@ def _counts(engine: Engine) -> tuple[int, int]:
 def measured(
     bench: Bench, kinds: list[str], batches: list[int], seconds: float, peers: list[Peer]
 ) -> list[dict[str, Any]]:
-    """A row for each kind, number of requests and mode, over all rounds there is time for. Prompts
-    with a grammar are not for `peers`."""
+    """A row for each kind, number of requests and mode, over all rounds there is time for."""
     cells = [(kind, batch) for batch in batches for kind in kinds]
     runs: Runs = {}
     end_s, num_rounds = time.perf_counter() + seconds, 0
@@ -154,7 +153,6 @@ def measured(
         asked = {
             (kind, batch): [bench.prompts[kind][i] for i in _asked(batch, num_rounds)]
             for kind, batch in cells
-            if kind != "json"
         }
         for peer in peers:
             for name, answers in peer.answers(asked).items():

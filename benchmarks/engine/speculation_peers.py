@@ -6,10 +6,11 @@ The model is the same, and an answer ends as Penstock's does.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.engine.speculation_prompts import SCHEMA
 from benchmarks.engine.speculation_rows import Run
 from benchmarks.peers.case import Case
 from benchmarks.peers.convert import quantize_gguf, write_gguf, write_layers
@@ -22,6 +23,10 @@ VLLM_MODES = {"vLLM off": 0, "vLLM n-gram 5": 5}
 
 Cell = tuple[str, int]  # kind of text, number of requests
 Asked = Mapping[Cell, Sequence[Sequence[int]]]  # prompts
+
+
+def _schemas(asked: Iterable[Cell]) -> list[str | None]:
+    return [SCHEMA if kind == "json" else None for kind, _ in asked]
 
 
 class Peer(Protocol):
@@ -63,7 +68,8 @@ class LlamaCpp:
 
     def answers(self, asked: Asked) -> dict[str, dict[Cell, Run]]:
         alone = {cell: prompts[0] for cell, prompts in asked.items() if cell[1] == 1}
-        job = {**self._job, "prompts": [list(ids) for ids in alone.values()]}
+        prompts = [list(ids) for ids in alone.values()]
+        job = {**self._job, "prompts": prompts, "schemas": _schemas(alone)}
         return {
             mode: {cell: _llama_run(each) for cell, each in zip(alone, case.run(job), strict=True)}
             for mode, case in self._cases.items()
@@ -92,7 +98,7 @@ class Vllm:
 
     def answers(self, asked: Asked) -> dict[str, dict[Cell, Run]]:
         groups = [[list(ids) for ids in prompts] for prompts in asked.values()]
-        job = {**self._job, "groups": groups}
+        job = {**self._job, "groups": groups, "schemas": _schemas(asked)}
         return {
             mode: {cell: _vllm_run(each) for cell, each in zip(asked, case.run(job), strict=True)}
             for mode, case in self._cases.items()

@@ -9,7 +9,7 @@ import random
 
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec
 
-NUM = 20
+NUM = 68
 NAMES = ("Anna", "Bela", "Carla", "Dmitri", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas")
 TOWNS = ("Alder", "Brück", "Corran", "Dovik", "Elster", "Farrow", "Glenn", "Holt", "Ister", "Jura")
 FACTS = (
@@ -24,14 +24,24 @@ FACTS = (
     "Visitors may see the machines on Sundays between {hour} and five, if they ask {name} before.",
     "The bridge at {town} carries {num} carts a day, most of them with timber from the hills.",
 )
+TOPICS = (
+    "a heat pump", "the water cycle", "inflation", "a black hole", "jazz", "a budget",
+    "photosynthesis", "a balanced diet", "the stock market", "a solar eclipse",
+    "an operating system", "plate tectonics", "a mortgage", "the immune system", "a sonnet",
+    "renewable energy", "a compiler", "the greenhouse effect", "an earthquake", "a marathon",
+    "classical music", "a database", "the carbon cycle", "a recession",
+)  # fmt: skip
+TASKS = (
+    "sleep better", "cook rice", "learn to play the guitar", "write a letter of application",
+    "prepare for a job interview", "grow tomatoes on a balcony", "save money every month",
+    "learn a new language", "train a puppy", "plan a week in the mountains",
+    "remove a stain from a shirt", "start a small business", "take good photos at night",
+    "bake bread at home", "organise a birthday party", "repair a flat tyre", "study for an exam",
+    "reduce waste at home", "write a short story", "paint a room", "choose a laptop",
+    "make a good cup of coffee", "build a bookshelf", "keep a diary",
+)  # fmt: skip
 QUESTIONS = (
-    "How does a heat pump work?", "What should I pack for a week in the mountains?",
-    "Why is the sky blue?", "How do I learn to play the guitar?", "What is inflation?",
-    "How do vaccines work?", "How can I sleep better?", "What is a black hole?",
-    "How do I cook rice?", "What makes a good leader?", "How do plants grow?",
-    "What is the water cycle?", "How do I write a letter of application?", "What is jazz?",
-    "How does a bicycle stay upright?", "What is a budget?", "How are mountains formed?",
-    "What is a healthy breakfast?", "How does a camera work?", "Why do leaves fall in autumn?",
+    "What is {topic}?", "How do I {task}?", "Why is {topic} important?",
 )  # fmt: skip
 CODE = '''def mean_of_{noun}(rows, default={num}):
     """The mean {noun} of rows that have one."""
@@ -106,7 +116,7 @@ def _summary(i: int, rng: random.Random) -> str:
 
 
 def _code(i: int, rng: random.Random) -> str:
-    code = CODE.format(noun=NOUNS[i % 10], num=rng.randint(0, 9) + i // 10)
+    code = CODE.format(noun=NOUNS[i % 10], num=rng.randint(0, 9) + 10 * (i // 10))
     return f"Add type hints to this file and return the whole file:\n\n```python\n{code}```"
 
 
@@ -115,7 +125,7 @@ def _json(i: int, rng: random.Random) -> str:
 
 
 def _chat_question(i: int, rng: random.Random) -> str:
-    return QUESTIONS[i]
+    return QUESTIONS[i % 3].format(topic=TOPICS[i // 3], task=TASKS[i // 3])
 
 
 def _prose(i: int, rng: random.Random) -> str:

@@ -7,10 +7,11 @@ Needs llama-cpp-python only. The job comes over standard input as JSON, and the 
 goes to the file that is the only argument:
 
     {"model": PATH, "settings": {"drafts": 2}, "threads": 1, "num_new": 128, "eos": [ids],
-     "prompts": [[ids], ...]}
+     "prompts": [[ids], ...], "schemas": [null, ...]}
 
-For each prompt {"seconds", "ids", "steps", "drafts"}: seconds and evaluations after the first
-token, and draft tokens in all. The end of a sequence is the last of "ids".
+An answer is JSON of the prompt's schema, if it has one. For each prompt {"seconds", "ids", "steps",
+"drafts"}: seconds and evaluations after the first token, and draft tokens in all. The end of a
+sequence is the last of "ids".
 """
 
 from __future__ import annotations
@@ -54,18 +55,24 @@ def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
         job["model"], n_ctx=longest + job["num_new"] + 64, n_batch=512, verbose=False,
         n_threads=job["threads"], n_threads_batch=job["threads"], draft_model=lookup,
     )  # fmt: skip
-    _one(model, lookup, job["prompts"][0], {**job, "num_new": 8})
-    return [_one(model, lookup, ids, job) for ids in job["prompts"]]
+    _one(model, lookup, job["prompts"][0], None, {**job, "num_new": 8})
+    asked = zip(job["prompts"], job["schemas"], strict=True)
+    return [_one(model, lookup, ids, schema, job) for ids, schema in asked]
 
 
 def _one(
-    model: Counted, lookup: Lookup | None, prompt: list[int], job: dict[str, Any]
+    model: Counted,
+    lookup: Lookup | None,
+    prompt: list[int],
+    schema: str | None,
+    job: dict[str, Any],
 ) -> dict[str, Any]:
     model.reset()
+    grammar = llama_cpp.LlamaGrammar.from_json_schema(schema, verbose=False) if schema else None
     before = 0 if lookup is None else lookup.num_drafts
     ids: list[int] = []
     began_s, first_step = 0.0, 0
-    for token in model.generate(prompt, temp=0.0, repeat_penalty=1.0):
+    for token in model.generate(prompt, temp=0.0, repeat_penalty=1.0, grammar=grammar):
         ids.append(int(token))
         if len(ids) == 1:
             began_s, first_step = time.perf_counter(), model.num_evaluations

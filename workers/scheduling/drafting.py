@@ -104,7 +104,8 @@ class Drafting:
         if is_large and self._num_skipped < self._num_to_skip:
             self._num_skipped += 1
             return
-        offers = {i: draft for i, c in enumerate(plan.decode) if (draft := self._offer(c, room))}
+        found = ((i, self._offer(c, room)) for i, c in enumerate(plan.decode))
+        offers = {i: each for i, each in found if each and not (is_large and each.is_by_chance)}
         num_keys = sum(num_seen(chunk) for chunk in plan.decode)
         size = StepSize(plan.num_tokens, plan.num_sampled_rows, num_keys)
         asked = [] if self.model is None else self._ask(self.model, plan, offers, size, room)
@@ -177,7 +178,8 @@ class Drafting:
             draft = self.proposer.propose(seq.text, most)
         if draft is None:
             return None
-        seq.draft_offered_at = seq.num_tokens
+        if not draft.is_by_chance:
+            seq.draft_offered_at = seq.num_tokens
         num = self._num_possible(seq, draft.token_ids[:most])
         return draft.first(num) if num else None
 

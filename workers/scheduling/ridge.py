@@ -64,8 +64,10 @@ def measure_ridge(
     for m in wanted:
         if warm_s:
             last = max(warm_s)
-            if clock() + 2 * warm_s[last] * m / last > end_s:
-                break
+            likely_s = warm_s[last] * m / last
+            rounds_s = min_rounds * (sum(warm_s.values()) + likely_s)
+            if clock() + 2 * likely_s + rounds_s > end_s:
+                break  # or the sizes tried so far could not be measured, either
         timed(m)  # the first run of a size allocates, and chooses kernels
         warm_s[m] = timed(m)
         for _ in range(2):  # a single slow run may be chance

@@ -13,6 +13,7 @@ from typing import Protocol
 
 # Own text, earlier answers, a draft model, the grammar's only choice.
 SOURCES = ("lookup", "suffix", "draft", "grammar")
+LONG_MATCH = 3  # tokens; shorter ones say nothing of their text, and are right by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Draft:
     trust: float = 1.0
     probabilities: tuple[float, ...] = ()
     is_sampled: bool = False
+
+    @property
+    def is_by_chance(self) -> bool:
+        """Whether it follows a short match: worth a row of a small step, and nothing else."""
+        return self.source in ("lookup", "suffix") and self.match_length < LONG_MATCH
 
     def first(self, num: int) -> Draft:
         """The same with its first `num` tokens alone."""

@@ -11,13 +11,12 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from penstock.workers.speculation.draft import Draft, Text
+from penstock.workers.speculation.draft import LONG_MATCH, Draft, Text
 from penstock.workers.speculation.text_index import SEPARATOR, TextIndex
 
-OWN_TOKENS = 1 << 17  # newest tokens of a request's own text that are searched: 1.5 MiB of index
-ANSWER_TOKENS = 1 << 18  # of earlier answers in one domain: 3 MiB
+OWN_TOKENS = 1 << 17  # newest tokens of a request's own text that are searched: 2.5 MiB of index
+ANSWER_TOKENS = 1 << 18  # of earlier answers in one domain: 5 MiB
 MAX_ANSWER_BYTES = 64 << 20  # of the answers of all domains
-LEAST_MATCH = 3
 MOST_MATCH = 24  # that is asked for after drafts which failed
 FAILURES = 4  # in a row, after which longer matches are asked for
 FIRST_TOKENS = 4  # of a draft, before any of the text was right
@@ -31,7 +30,7 @@ class _Own:
 
     index: TextIndex
     num_indexed: int = 0
-    least_match: int = LEAST_MATCH
+    least_match: int = LONG_MATCH
     num_failures: int = 0  # in a row
     probed_at: int = 0  # tokens
     num_right: float = 0.0  # drafted tokens, of late
@@ -71,8 +70,10 @@ class Lookup:
 
     def _draft(self, own: _Own, text: Text, draft: Draft) -> Draft | None:
         """`draft`, if its match is long enough for a text whose last drafts fared as they did."""
-        if not draft.token_ids or draft.match_length < LEAST_MATCH:
+        if not draft.token_ids:
             return None
+        if draft.is_by_chance:
+            return draft.first(FIRST_TOKENS)
         if own.num_indexed - own.seen_at >= PROBE_TOKENS:  # it may repeat itself by now
             own.num_wrong /= 2
             own.seen_at = own.num_indexed
@@ -86,14 +87,14 @@ class Lookup:
 
     def observe(self, text: Text, draft: Draft, num_accepted: int) -> None:
         own = self._own.get(text.request_id)
-        if own is None:
+        if own is None or draft.is_by_chance:
             return
         own.num_right = RECENT * own.num_right + num_accepted
         own.num_wrong = RECENT * own.num_wrong + (num_accepted < len(draft.token_ids))
         own.seen_at = own.num_indexed
         own.num_failures = 0 if num_accepted else own.num_failures + 1
         if num_accepted:
-            own.least_match = LEAST_MATCH
+            own.least_match = LONG_MATCH
         elif own.num_failures >= FAILURES:
             own.num_failures = 0
             own.least_match = min(2 * own.least_match, MOST_MATCH)

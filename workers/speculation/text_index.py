@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from penstock.kernels.text_match import DEPTH, GRAM, TextArrays, index_text, match_text
+from penstock.kernels.text_match import DEPTH, TextArrays, index_text, match_text
 
 FIRST_CAPACITY = 1024
 LAST_POSITION = 1 << 30  # positions are 32-bit numbers: then the text is forgotten
@@ -14,7 +14,7 @@ SEPARATOR = -1  # no token: nothing is matched or continued across it
 
 
 class TextIndex:
-    """The newest `capacity` tokens of a text. Its memory grows with the text: 12 bytes a token."""
+    """The newest `capacity` tokens of a text. Its memory grows with the text: 20 bytes a token."""
 
     def __init__(self, capacity: int, first_capacity: int = FIRST_CAPACITY):
         """Both in tokens, powers of two."""
@@ -44,9 +44,9 @@ class TextIndex:
     def find(
         self, token_ids: array[int], most: int, *, is_own: bool = False
     ) -> tuple[int, list[int]]:
-        """How many tokens at the end of `token_ids` occurred in this text, 0 or from 3 on, and up
-        to `most` tokens that followed. `is_own`: they are the text's own end."""
-        if len(token_ids) < GRAM:
+        """How many tokens at the end of `token_ids` occurred in this text, and up to `most`
+        tokens that followed. `is_own`: they are the text's own end."""
+        if not token_ids:
             return 0, []
         newest = np.array(token_ids[-DEPTH:], dtype=np.int32)
         return match_text(self._arrays, self.num_tokens, newest, most, is_own=is_own)

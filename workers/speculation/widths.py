@@ -14,11 +14,12 @@ from penstock.workers.speculation.draft import Draft, Offer, StepSize
 
 GAIN = 1.05  # that drafts must promise: times and probabilities are estimates
 DECAY = 0.98  # of what was seen before, with each draft of the same kind
-MATCH_BOUNDS = (4, 6, 9, 17)  # tokens that matched, from which a draft is of the next kind
+MATCH_BOUNDS = (2, 3, 4, 6, 9, 17)  # tokens that matched, from which a draft is of the next kind
 PLACE_BOUNDS = (1, 2, 4)  # the same for a token's place in its draft, from 0
 # Shares of right tokens by kind, as if PRIOR_COUNT tokens had been seen: short matches say little.
 PRIOR_COUNT = 6.0
-PRIOR_SHARES = (0.4, 0.55, 0.7, 0.8, 0.9)
+FADE = 1 / 256  # of what was seen, with each draft of its kind that is not verified
+PRIOR_SHARES = (0.15, 0.3, 0.4, 0.55, 0.7, 0.8, 0.9)
 PACE = 1.04  # by which a step moves a running median
 LEAST_ADDED = 0.005  # of a step, which a row is measured to add at least
 PLAIN_STEPS = 64  # with drafts of a model, after which one without any is due
@@ -93,10 +94,23 @@ class Acceptance:
             known = self._totals.get(draft.source, _FIRST_TOTAL)
             self._totals[draft.source] = _counted(known, i < num_accepted)
 
+    def fade(self, draft: Draft) -> None:
+        """`draft` did not pay. What made it look so is forgotten in time: others may be better."""
+        kind = _kinds(draft)[0]
+        known = self._counts.get(kind)
+        if known is not None:
+            prior = self._prior(*kind)
+            self._counts[kind] = (
+                known[0] + FADE * (prior[0] - known[0]),
+                known[1] + FADE * (prior[1] - known[1]),
+            )
+
     def _count(self, source: str, kind: int, place: int) -> tuple[float, float]:
         known = self._counts.get((source, kind, place))
-        if known is not None:
-            return known
+        return self._prior(source, kind, place) if known is None else known
+
+    def _prior(self, source: str, kind: int, place: int) -> tuple[float, float]:
+        """Before any was seen."""
         if source == "draft":
             share = PROBABILITY_SHARES[kind % FIRST_SAMPLED_KIND]
         else:
@@ -204,6 +218,9 @@ class MeasuredWidths:
         widths = [0] * len(offers)
         for _, i in order[:best_num]:
             widths[i] += 1
+        for offer, width in zip(offers, widths, strict=True):
+            if not width:
+                self.acceptance.fade(offer.draft)
         return widths
 
     def observe(self, draft: Draft, num_accepted: int) -> None:

@@ -59,6 +59,19 @@ def test_outliers_and_a_machine_that_slows_down_change_nothing():
     assert machine.runs == [1, 1, 3, 3, 9, 9] + [1, 3, 9] * 9
 
 
+def test_warming_up_leaves_time_to_measure():
+    """The first run of each size takes longer; larger sizes are left out before all of them are."""
+    seen = set()
+
+    def cost(m, _):
+        is_first = m not in seen
+        seen.add(m)
+        return 0.015 * max(1, m / 8) + 0.015 * is_first
+
+    found = Machine(cost).measure((2, 3, 4, 6, 8, 12, 16, 24), limit_s=0.6)
+    assert found.source == "measured" and {1, 2, 3, 4} <= set(found.seconds)
+
+
 def test_a_machine_without_a_ridge():
     found = Machine(lambda m, _: 1e-4 * m).measure()
     assert found.ridge_tokens == 1 and found.source == "measured"

@@ -22,12 +22,12 @@ VOCAB, BLOCK = 50, 4
 class Given:
     """Proposes the same always, and counts how often it is asked."""
 
-    def __init__(self, *token_ids: int):
-        self.token_ids, self.num_asked = token_ids, 0
+    def __init__(self, *token_ids: int, match_length: int = 5):
+        self.token_ids, self.match_length, self.num_asked = token_ids, match_length, 0
 
     def propose(self, text: Text, most: int) -> Draft | None:
         self.num_asked += 1
-        return Draft(self.token_ids, "lookup", 5)
+        return Draft(self.token_ids, "lookup", self.match_length)
 
     def observe(self, text: Text, draft: Draft, num_accepted: int) -> None: ...
 
@@ -149,6 +149,16 @@ def test_a_step_with_deferred_tokens_has_no_drafts():
     plan.prefill.append(Chunk(other, 2, 4, num_deferred=2))
     drafting_of(cache, Given(1, 2)).extend(plan)
     assert plan.num_drafts == 0
+
+
+@pytest.mark.parametrize(("match_length", "is_short"), [(1, True), (2, True), (3, False)])
+def test_short_matches_are_for_small_steps_and_hold_up_no_launch(match_length, is_short):
+    cache = cache_of(80)
+    seqs = [decoding(cache) for _ in range(MANY_SAMPLED)]
+    drafting = drafting_of(cache, Given(1, 2, match_length=match_length))
+    assert planned(drafting, *seqs[1:]) == [(1, 2)] * (MANY_SAMPLED - 1)
+    assert all((seq.draft_offered_at == 0) == is_short for seq in seqs[1:])
+    assert planned(drafting, *seqs) == [() if is_short else (1, 2)] * MANY_SAMPLED
 
 
 def test_large_steps_whose_drafts_do_not_pay_look_for_none_for_a_while():

@@ -21,8 +21,8 @@ if not text_match.is_available():
 CANDIDATES = 8
 
 
-def expected(text: list[int], oldest: int, newest: list[int], most: int, is_own: bool):
-    """The same by looking at every place, newest first."""
+def long_places(text: list[int], oldest: int, newest: list[int]) -> list[tuple[int, int]]:
+    """Where the next token stood after three of the newest or more, and how many; newest first."""
     places: list[tuple[int, int]] = []
     for end in range(len(text) - 1, 0, -1):  # tokens before it match, text[end] follows
         if len(places) == CANDIDATES or end - 3 < oldest:
@@ -36,6 +36,14 @@ def expected(text: list[int], oldest: int, newest: list[int], most: int, is_own:
             length += 1
         if length >= 3:
             places.append((end, length))
+    return places
+
+
+def expected(text: list[int], oldest: int, newest: list[int], most: int, is_own: bool):
+    """The same by looking at every place, newest first."""
+    places = long_places(text, oldest, newest)
+    if not places and newest:
+        places = short_places(text, oldest, newest)
     if not places:
         return 0, []
     longest = max(length for _, length in places)
@@ -55,6 +63,31 @@ def expected(text: list[int], oldest: int, newest: list[int], most: int, is_own:
     return longest, found
 
 
+def agree(found, text: list[int], oldest: int, newest: list[int], most: int, is_own: bool) -> bool:
+    """Whether `found` is what is expected; a short match may be lost to another of its hash."""
+    if found == expected(text, oldest, newest, most, is_own):
+        return True
+    length, following = found
+    return not long_places(text, oldest, newest) and (
+        found == (0, [])
+        or any(
+            text[end - length : end] == newest[-length:] and text[end] == following[0]
+            for end in range(oldest + length, len(text))
+        )
+    )
+
+
+def short_places(text: list[int], oldest: int, newest: list[int]) -> list[tuple[int, int]]:
+    """The newest place where two of the newest tokens occurred, or else one, and something follows."""
+    for size in range(min(2, len(newest)), 0, -1):
+        for end in range(len(text) - 1, oldest + size - 1, -1):
+            if text[end - size : end] == newest[-size:]:
+                if text[end] >= 0:
+                    return [(end, size)]
+                break
+    return []
+
+
 @given(st.integers(0, 2**32), st.sampled_from([2, 3, 8, 50]), st.sampled_from([64, 1024]))
 def test_a_match_is_that_of_a_plain_search(seed, num_ids, capacity):
     """In texts that grow, repeat themselves, and wrap around."""
@@ -71,7 +104,7 @@ def test_a_match_is_that_of_a_plain_search(seed, num_ids, capacity):
         most = rng.randint(1, 12)
         found = index.find(newest, most, is_own=True)
         oldest = max(0, len(text) - capacity)
-        assert found == expected(text, oldest, text, most, True)
+        assert agree(found, text, oldest, text, most, True)
 
 
 @given(st.integers(0, 2**32))
@@ -84,8 +117,17 @@ def test_earlier_answers_do_not_run_into_each_other(seed):
         index.extend(array("i", answer))
     newest = [rng.randrange(4) for _ in range(rng.randint(0, 40))]
     found = index.find(array("i", newest), 9)
-    assert found == expected(text, max(0, len(text) - 256), newest, 9, False)
+    assert agree(found, text, max(0, len(text) - 256), newest, 9, False)
     assert SEPARATOR not in found[1]
+
+
+def test_few_short_matches_are_lost():
+    rng, index, text, num_same = random.Random(0), TextIndex(4096), [], 0
+    for _ in range(3000):
+        text.append(rng.choice((rng.randrange(100), rng.randrange(10_000))))
+        index.extend(array("i", text[-1:]))
+        num_same += index.find(array("i", text), 4, is_own=True) == expected(text, 0, text, 4, True)
+    assert num_same > 0.9 * len(text)
 
 
 def test_a_text_that_repeats_itself_is_continued():
@@ -185,7 +227,7 @@ def test_memory_is_bounded(monkeypatch):
     one = TextIndex(4096)
     for _ in range(50):
         one.extend(array("i", [rng.randrange(1000) for _ in range(900)]))
-    assert one.num_bytes == 12 * 4096
+    assert one.num_bytes == 20 * 4096
 
 
 def test_the_own_text_is_capped(monkeypatch):
@@ -195,7 +237,7 @@ def test_the_own_text_is_capped(monkeypatch):
     text.token_ids.extend(text.token_ids[9_900:9_910])
     draft = proposer.propose(text, 3)
     assert draft is not None and draft.token_ids == tuple(text.token_ids[9_910:9_913])
-    assert proposer.num_bytes == 12 * 256
+    assert proposer.num_bytes == 20 * 256
 
 
 def test_positions_begin_again_before_they_overflow(monkeypatch):

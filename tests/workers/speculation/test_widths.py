@@ -88,6 +88,15 @@ def test_drafts_that_fail_end_and_those_that_are_right_grow():
     assert widths.choose([Offer(draft(15), 0)], step, 99)[0] == 15 > first > 0
 
 
+def test_a_kind_of_draft_that_did_not_pay_is_tried_again_after_a_while():
+    widths, step = MeasuredWidths(StepCosts({1: 1.0, 2: 1.03, 16: 2.0})), StepSize(1, 1, 0)
+    offer = Offer(draft(1, match_length=1), 0)
+    while widths.choose([offer], step, 9) == [1]:
+        widths.observe(offer.draft, 0)
+    num_steps = next(i for i in range(10_000) if widths.choose([offer], step, 9) == [1])
+    assert 10 < num_steps < 1000
+
+
 def test_survival_follows_what_was_seen():
     """Of the third token, given the first two: right in 3 of 4 cases."""
     acceptance = Acceptance()
