@@ -34,9 +34,11 @@ class TextArrays:
     @classmethod
     def of(cls, capacity: int) -> TextArrays:
         assert capacity & (capacity - 1) == 0 and capacity >= 2
-        arrays = tuple(np.zeros(size * capacity, np.int32) for size in (1, 1, 1, 2))
-        addresses = tuple(each.ctypes.data for each in arrays)
-        return cls(*arrays, (*addresses, capacity, capacity.bit_length() - 1))
+        sizes = (capacity, capacity, capacity, 2 * capacity)
+        tokens, heads, before, short_heads = (np.zeros(size, np.int32) for size in sizes)
+        arrays = (tokens, heads, before, short_heads)
+        fields = (*(each.ctypes.data for each in arrays), capacity, capacity.bit_length() - 1)
+        return cls(tokens, heads, before, short_heads, fields)
 
     @property
     def num_bytes(self) -> int:

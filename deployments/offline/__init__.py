@@ -3,3 +3,9 @@
 Imported by users, as `penstock.LLM` and `penstock.SamplingParams`, and by nothing else.
 Begin with llm.py; sampling_params.py has its arguments, outputs.py its results.
 """
+
+import os
+
+# OpenMP reads it when PyTorch is loaded, which llm.py does. Threads that wait for one another spin
+# for milliseconds by default, which makes steps many times longer beside another busy process.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -63,7 +63,7 @@ def proposer(result: Result) -> str:
 
 
 def beside(result: Result) -> str:
-    """Tokens a second of Penstock and of others on the same prompts."""
+    """Tokens a second of Penstock and of others on the same prompts; how many drafts were right."""
     found = _rows(result)
     own = [mode for mode in ("off", *MODES) if any(each == mode for _, _, each in found)]
     peers = list(dict.fromkeys(each for _, _, each in found if each not in own))
@@ -74,8 +74,13 @@ def beside(result: Result) -> str:
         cells = [str(requests), kind]
         for mode in (*own, *peers):
             row = found.get((kind, requests, mode))
-            rate = "" if row is None else fixed(row["tokens_per_s"], 0)
-            ratio = "" if row is None or mode == "off" else f" ({row['tokens_per_s'] / plain:.2f}x)"
-            cells.append(rate + ratio)
+            if row is None:
+                cells.append("")
+                continue
+            notes = [] if mode == "off" else [f"{row['tokens_per_s'] / plain:.2f}x"]
+            if row["drafts"]:
+                notes.append(f"{row['accepted'] / row['drafts']:.0%}")
+            note = f" ({', '.join(notes)})" if notes else ""
+            cells.append(fixed(row["tokens_per_s"], 0) + note)
         rows.append(cells)
     return markdown(head, rows)

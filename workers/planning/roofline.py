@@ -65,6 +65,7 @@ class Roofline:
     reserve_bytes: float = 0
     stored: WeightCost | None = None  # of the weights in a file, which the format "auto" keeps
     group: Group = field(default_factory=Group)  # of devices; bytes are those of one of them
+    draft: Roofline | None = None  # a draft model beside it; the same model has the same K and V
 
     def __post_init__(self) -> None:
         self.group.check(self.model)
@@ -84,6 +85,19 @@ class Roofline:
                 "block_size must be positive, batched_tokens and reserve_bytes not negative; got "
                 f"{self.block_size}, {self.batched_tokens} and {self.reserve_bytes}"
             )
+        if self.draft is not None:
+            self._check_draft(self.draft.model)
+
+    def _check_draft(self, draft: ModelConfig) -> None:
+        problem = None
+        if self.group.devices > 1:
+            problem = "a group of devices has none: plan for one device"
+        elif self.model.has_states or draft.has_states:
+            problem = "models with linear attention have none"
+        elif draft.vocab_size != self.model.vocab_size:
+            problem = f"it has {draft.vocab_size} tokens and the model {self.model.vocab_size}"
+        if problem is not None:
+            raise ConfigError(f"draft model: {problem}")
 
     @property
     def _format(self) -> WeightCost:
@@ -112,6 +126,14 @@ class Roofline:
             head = (head or n.embedding * fmt.other_bytes) / self.group.ranks
         layers = self._linear_bytes + routed + n.other * fmt.other_bytes
         return layers * self.group.layer_share(self.model) + embedding + head
+
+    @property
+    def draft_bytes(self) -> float:
+        """Weights of the draft model; of the model itself, without the embedding, which is one."""
+        if self.draft is None:
+            return 0.0
+        embedding = count_parameters(self.model).embedding * self.draft._format.other_bytes
+        return self.draft.weight_bytes - embedding * (self.draft.model == self.model)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -150,11 +172,14 @@ class Roofline:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that fit next to the weights; 0 if the weights alone do not fit."""
+        """KV blocks that fit next to the weights; 0 if the weights alone do not fit. Another model
+        that drafts has as many of its own."""
         kept = self.reserve_bytes + self.batched_tokens * self.activation_bytes_per_token
-        return max(
-            0, int((self.device.memory_bytes - self.weight_bytes - kept) // self.block_bytes)
-        )
+        free = self.device.memory_bytes - self.weight_bytes - self.draft_bytes - kept
+        each = self.block_bytes
+        if self.draft is not None and self.draft.model != self.model:
+            each += self.draft.block_bytes
+        return max(0, int(free // each))
 
     def largest_batch(self, context: int) -> int:
         """How many sequences of `context` tokens fit; `context` is at least 1. Of recurrent states,

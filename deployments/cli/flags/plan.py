@@ -22,12 +22,14 @@ examples:
   penstock plan ./my-checkpoint --device here --batch 8    this machine, measured
   penstock plan Mixtral-8x7B --device H200 --json plan.json --plot plan.png
   penstock plan Llama-3.1-70B --device H100 --tensor-parallel-size 1,2,4,8 --link pcie
+  penstock plan Llama-3-8B --device 4090 --speculate draft --weights bf16
 
 Reading the table. blocks: KV blocks that fit next to weights and activations. batch: sequences of
 --context tokens that fit in them. step: one decode step of that batch. nt: the ridge, the tokens
 that a step computes in the time of one. TTFT: ms, for a prompt that runs alone. cost/M: of a
 million generated tokens. tp, pp, link: ranks and stages of a group, and the time of a step in
-which they send one another rows: a forecast, since groups run on CPUs only so far. These are
+which they send one another rows: a forecast, since groups run on CPUs only so far. draft GB, ms:
+a draft model's weights, and its step of one token for each sequence (for 32 at most). These are
 bounds, nothing can be faster: for an estimate give --compute-share 0.5 --bandwidth-share 0.8, or
 the shares that you have measured. `here` is measured: its figures are estimates, not bounds.
 
@@ -94,6 +96,25 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="stages that share the layers, each of the devices of -tp; each number is combined "
         "with each of -tp (default: %(default)s)",
+    )
+    group.add_argument(
+        "--speculate",
+        choices=("off", "draft"),
+        default="off",
+        help="draft: with a draft model, whose weights, and K and V, take memory "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="with --speculate draft, named as MODEL is (default: the model itself, which reads "
+        "the model's K and V)",
+    )
+    group.add_argument(
+        "--draft-weights",
+        choices=("fp32", *WEIGHTS.split(",")),
+        default="int4",
+        help="number format of the draft model (default: %(default)s)",
     )
     group = plan.add_argument_group("the load")
     group.add_argument(

@@ -94,6 +94,7 @@ def _rooflines(
         reserve_bytes=args.reserve_gb * 1e9,
     )
     kvs = _names("--kv", args.kv, KV_FORMATS)
+    draft = _draft(args, base)
     groups = _groups(args, model)
     rooflines = []
     for weights in _weights(args.weights, model):
@@ -105,9 +106,29 @@ def _rooflines(
         else:
             each = base
         rooflines += [
-            replace(each, weights=weights, kv=kv, group=group) for kv in kvs for group in groups
+            replace(
+                each,
+                weights=weights,
+                kv=kv,
+                group=group,
+                draft=None if draft is None else replace(draft, kv=kv),
+            )
+            for kv in kvs
+            for group in groups
         ]
     return rooflines
+
+
+def _draft(args: argparse.Namespace, base: Roofline) -> Roofline | None:
+    """The draft model, in its format, head included. Raises ConfigError."""
+    if args.speculate != "draft":
+        if args.draft_model is not None:
+            raise ConfigError(f"--draft-model {args.draft_model} needs --speculate draft")
+        return None
+    model = base.model if args.draft_model is None else _model(args.draft_model)[0]
+    group = _kv_group(args.kv_group, model.head_dim)
+    weights = args.draft_weights
+    return replace(base, model=model, weights=weights, kv_group=group, quantised_head=True)
 
 
 def _groups(args: argparse.Namespace, model: ModelConfig) -> list[Group]:

@@ -9,6 +9,7 @@ from penstock.workers.planning.hardware import Device
 from penstock.workers.planning.roofline import Roofline
 
 CURVE_POINTS = 60
+MOST_DRAFTED = 32  # sequences that a draft model drafts for in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Row:
     link_threshold_gb_per_s: float
     ttft_ms: dict[int, float] | None  # by prompt length
     cost_per_million: float | None
+    draft_gb: float | None = None  # weights of the draft model; None: there is none
+    draft_ms: float | None = None  # its step of one token a sequence
 
 
 def row_of(
@@ -68,6 +71,10 @@ def row_of(
         * roofline.cost_per_million(chosen, context, price_per_hour)
         if fits and price_per_hour is not None
         else None,
+        draft_gb=None if roofline.draft is None else roofline.draft_bytes / 1e9,
+        draft_ms=roofline.draft.decode(min(chosen, MOST_DRAFTED), context).seconds * 1e3
+        if fits and roofline.draft is not None
+        else None,
     )
 
 
@@ -92,7 +99,9 @@ def table(device: Device, rows: Sequence[Row], prompt_lens: Sequence[int]) -> st
     heads += ["memory ms", "compute ms", *["link ms"] * is_grouped, "tokens/s", "nt"]
     heads += [f"TTFT {n}" for n in prompt_lens]
     costs = any(row.cost_per_million is not None for row in rows)
-    lines = [title, _line([*heads, *["cost/M"] * costs])]
+    drafts = any(row.draft_gb is not None for row in rows)
+    heads += [*["cost/M"] * costs, *["draft GB", "draft ms"] * drafts]
+    lines = [title, _line(heads)]
     for row in rows:
         cells = [row.weights, row.kv, *[str(row.ranks)] * is_grouped]
         cells += [*[str(row.stages)] * is_staged, f"{row.weight_gb:.1f}"]
@@ -105,7 +114,8 @@ def table(device: Device, rows: Sequence[Row], prompt_lens: Sequence[int]) -> st
         cells += [_short(each) for each in times if each is not None]
         cells += [f"{row.ridge_tokens:.0f}"]
         cells += [_short(each) for each in row.ttft_ms.values()]
-        cells += [_short(row.cost_per_million)] if row.cost_per_million is not None else []
+        last = (row.cost_per_million, row.draft_gb, row.draft_ms)
+        cells += [_short(each) for each in last if each is not None]
         lines.append(_line(cells))
     return "\n".join(lines)
 

@@ -78,7 +78,7 @@ def agree(found, text: list[int], oldest: int, newest: list[int], most: int, is_
 
 
 def short_places(text: list[int], oldest: int, newest: list[int]) -> list[tuple[int, int]]:
-    """The newest place where two of the newest tokens occurred, or else one, and something follows."""
+    """The newest place of the last two tokens, or else of the last one, that something follows."""
     for size in range(min(2, len(newest)), 0, -1):
         for end in range(len(text) - 1, oldest + size - 1, -1):
             if text[end - size : end] == newest[-size:]:

@@ -17,10 +17,14 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.speculation import proposer_of, widths_of
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.draft_model import DraftModel
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model
+from penstock.workers.planning.hardware import DEVICES
+from penstock.workers.planning.roofline import Roofline
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.speculation.proposers import Lookup, Suffix
 from penstock.workers.speculation.widths import MeasuredWidths
+from penstock.workers.weights.hub import resolve_model
 from tests.workers.answers import answers, ids_of
 from tests.workers.checkpoints import ALL, make_checkpoint, random_model, random_prompt
 
@@ -44,6 +48,23 @@ def test_the_proposer_is_the_configured_one():
     assert type(proposer_with("auto")) is Suffix
     assert proposer_with("auto", device=GPU) is None
     assert type(proposer_with("suffix", device=GPU)) is Suffix
+
+
+@pytest.mark.parametrize("name", ["builtin", "llama"])
+def test_the_planner_counts_the_bytes_of_a_draft_model(name):
+    folder = resolve_model(name) if name == "builtin" else make_checkpoint(name)
+    config = EngineConfig(model=str(folder), speculate="draft")
+    model = load_model(folder, progress=False)
+    draft = load_draft(config, folder, "cpu", model)
+    assert draft is not None
+    shape, device = ModelConfig.from_pretrained(folder), DEVICES["cpu"]
+    weights = "fp32" if model.dtype == torch.float32 else "bf16"
+    planned = Roofline(
+        *(shape, device, weights),
+        draft=Roofline(shape, device, "int4", quantised_head=True),
+    )
+    table = model.embedding.nbytes
+    assert planned.draft_bytes == pytest.approx(draft.weights.num_bytes - table, rel=0.03)
 
 
 def test_where_there_are_no_drafts_auto_is_off_and_others_are_refused(monkeypatch):

@@ -177,6 +177,27 @@ def test_help_teaches_and_loads_no_torch():
         assert word in done.stdout
 
 
+@pytest.mark.parametrize("other", [None, "Llama-3.2-1B"])
+def test_a_draft_model_takes_memory(other, tmp_path, capsys):
+    """The model itself takes weights alone; another one has a KV block beside each of the model."""
+    flags = ("Llama-3.1-8B", "--device", "4090", "--weights", "bf16", "--kv", "bf16")
+    (plain,) = plan(tmp_path, *flags)["devices"][0]["rows"]
+    assert "draft" not in capsys.readouterr().out and plain["draft_gb"] is None
+    more = () if other is None else ("--draft-model", other)
+    (row,) = plan(tmp_path, *flags, "--speculate", "draft", *more)["devices"][0]["rows"]
+    shape = SHAPES[other or "Llama-3.1-8B"]
+    alone = Roofline(shape, DEVICES["4090"], "int4", "bf16", 32, quantised_head=True)
+    shared = 0 if other else 2 * shape.vocab_size * shape.hidden_size
+    assert row["draft_gb"] == pytest.approx((alone.weight_bytes - shared) / 1e9)
+    assert row["draft_ms"] == pytest.approx(alone.decode(row["batch"], 2048).seconds * 1e3)
+    block = 16 * plain["kv_bytes_per_token"]
+    block_with = block + (16 * alone.kv_bytes_per_token if other else 0)
+    free = plain["num_blocks"] * block - row["draft_gb"] * 1e9
+    assert row["num_blocks"] == pytest.approx(free / block_with, abs=1.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("draft GB   draft ms") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -192,6 +213,15 @@ def test_help_teaches_and_loads_no_torch():
         (["Llama-3-8B", "--context", "9000"], "--context 9000 is longer than the model's 8192"),
         (["Llama-3-8B", "--prompt-lens", "1,x"], "--prompt-lens takes whole numbers"),
         (["Llama-3-8B", "--prompt-lens", "1,8193"], r"--prompt-lens must lie in \[1, 8192\]"),
+        (["Llama-3-8B", "--draft-model", "Llama-3.2-1B"], "needs --speculate draft"),
+        (
+            ["Llama-3-8B", "--speculate", "draft", "--draft-model", "SmolLM2-135M"],
+            "draft model: it has 49152 tokens and the model 128256",
+        ),
+        (
+            ["Llama-3-8B", "--speculate", "draft", "--tensor-parallel-size", "2"],
+            "draft model: a group of devices has none",
+        ),
         (["Llama-3-8B", "--compute-share", "0"], "share of peak compute must be in"),
     ],
 )
