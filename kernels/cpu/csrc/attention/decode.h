@@ -5,6 +5,7 @@
 #include "attention/order.h"
 
 constexpr int MAX_HEADS = 8;  // query heads whose sums are in registers together
+constexpr int64_t SPLITS_A_THREAD = 4;  // at least, or heads are shared among threads, too
 
 constexpr int SHARES = W / CHAINS;  // keys that share a vector, each with one lane a chain
 
@@ -158,48 +159,77 @@ template <class Row>
 struct DecodeScratch {
     std::vector<float> queries, scores, keep, scales;
     KeyRows<Row> tiles[2];  // this one and the next
-    DecodeScratch(const Cache& c, int64_t group, int64_t padded)
-        : queries(group * padded * SHARES), scores(group * KEY_TILE), keep(group),
+    DecodeScratch(const Cache& c, int64_t heads, int64_t group, int64_t padded)
+        : queries(heads * padded * SHARES), scores(group * KEY_TILE), keep(group),
           scales(KeyRows<Row>::room(c, 2)) {
         tiles[0].scales = scales.data();
         tiles[1].scales = scales.data() + KeyRows<Row>::room(c, 1);
     }
 };
 
-// The queries in `at` over the keys [begin, end) of sequence b, which lie in one piece.
-template <class Row>
-void decode_piece(const AttentionArgs& a, int64_t b, int64_t head, int64_t begin, int64_t end,
-                  int64_t padded, DecodeScratch<Row>& at, const Partial& mine) {
-    if (begin >= end) return;
-    const int64_t group = a.group(), dim = a.cache.dim;
-    int64_t start = begin / KEY_TILE * KEY_TILE;
-    at.tiles[0].find(a, b, head, start, begin, end);
-    for (int turn = 0; start < end; turn ^= 1, start += KEY_TILE) {
-        KeyRows<Row>&tile = at.tiles[turn], &next = at.tiles[turn ^ 1];
-        next.find(a, b, head, start + KEY_TILE, begin, end);
-        tile.prepare(a.cache);
-        for (int64_t g = 0; g < group; g += MAX_HEADS)
-            with_constant<MAX_HEADS>((int)std::min<int64_t>(MAX_HEADS, group - g), [&](auto n) {
-                score_heads<n.value>(&at.queries[g * padded * SHARES], padded * SHARES, tile, g == 0, dim,
-                                     &at.scores[g * KEY_TILE]);
-            });
-        const int64_t width = (tile.count + W - 1) / W * W;
-        for (int64_t g = 0; g < group; ++g) {
-            float* scores = &at.scores[g * KEY_TILE];
-            if (a.softcap) cap_scores(scores, width, (float)(a.softcap / a.scale));
-            at.keep[g] = soften(scores, width, tile.skip, tile.count, (float)a.scale, mine.top[g],
-                                mine.total[g]);
-        }
-        for (int64_t g = 0; g < group; g += MAX_HEADS)
-            add_values((int)std::min<int64_t>(MAX_HEADS, group - g), &at.scores[g * KEY_TILE], tile,
-                       next, &at.keep[g], mine.out + g * padded, padded, dim);
-    }
-}
-
 struct Split {
     int64_t b, begin, end, index, num_splits;
     bool sinks;  // the keys before the sink end, which are scored with `q_sink`
 };
+
+// One step of the queries in `at` over the keys of `tile`; `next`: the tile that is read after it.
+template <class Row>
+void decode_tile(const AttentionArgs& a, const KeyRows<Row>& tile, const KeyRows<Row>& next,
+                 int64_t padded, const float* queries, DecodeScratch<Row>& at, const Partial& mine) {
+    const int64_t group = a.group(), dim = a.cache.dim;
+    for (int64_t g = 0; g < group; g += MAX_HEADS)
+        with_constant<MAX_HEADS>((int)std::min<int64_t>(MAX_HEADS, group - g), [&](auto n) {
+            score_heads<n.value>(queries + g * padded * SHARES, padded * SHARES, tile, g == 0, dim,
+                                 &at.scores[g * KEY_TILE]);
+        });
+    const int64_t width = (tile.count + W - 1) / W * W;
+    for (int64_t g = 0; g < group; ++g) {
+        float* scores = &at.scores[g * KEY_TILE];
+        if (a.softcap) cap_scores(scores, width, (float)(a.softcap / a.scale));
+        at.keep[g] = soften(scores, width, tile.skip, tile.count, (float)a.scale, mine.top[g],
+                            mine.total[g]);
+    }
+    for (int64_t g = 0; g < group; g += MAX_HEADS)
+        add_values((int)std::min<int64_t>(MAX_HEADS, group - g), &at.scores[g * KEY_TILE], tile, next,
+                   &at.keep[g], mine.out + g * padded, padded, dim);
+}
+
+// Some kv heads of a split.
+struct Piece {
+    const Split* split;
+    int64_t first, last;
+
+    template <class Row>
+    void find(KeyRows<Row>& tile, const AttentionArgs& a, int64_t head, int64_t start) const {
+        tile.find(a, split->b, head, start, split->begin, split->end);
+    }
+    int64_t first_tile() const { return split->begin / KEY_TILE * KEY_TILE; }
+};
+
+// The queries of `piece`, which are in `at`: a tile of all its heads, then the next tile, as the keys of
+// a block lie side by side. `after`: what is likely to be computed next, or of no split.
+template <class Row>
+void decode_piece(const AttentionArgs& a, const Piece& piece, const Piece& after, int64_t padded,
+                  DecodeScratch<Row>& at, float* parts) {
+    const Split& split = *piece.split;
+    if (split.begin >= split.end) return;
+    const int64_t group = a.group(), first = piece.first, last = piece.last;
+    int64_t start = piece.first_tile();
+    piece.find(at.tiles[0], a, first, start);
+    for (int turn = 0; start < split.end; start += KEY_TILE) {
+        for (int64_t head = first; head < last; ++head, turn ^= 1) {
+            KeyRows<Row>&tile = at.tiles[turn], &next = at.tiles[turn ^ 1];
+            const bool is_last = head + 1 == last;
+            if (is_last && start + KEY_TILE >= split.end && after.split)
+                after.find(next, a, after.first, after.first_tile());
+            else
+                piece.find(next, a, is_last ? first : head + 1, start + is_last * KEY_TILE);
+            tile.prepare(a.cache);
+            decode_tile(a, tile, next, padded, &at.queries[(head - first) * group * padded * SHARES], at,
+                        Partial(parts + head * Partial::size(group, padded), group, padded));
+        }
+    }
+}
 
 // Fills `splits`, those of a sequence in order; returns the number of (key, query head) pairs, the work.
 INLINE int64_t cut_contexts(const AttentionArgs& a, std::vector<Split>& splits) {
@@ -228,24 +258,32 @@ void decode_rows(const AttentionArgs& a) {
     const int64_t group = a.group(), kv_heads = a.cache.kv_heads;
     const int64_t dim = a.cache.dim, padded = (dim + W - 1) / W * W, part = Partial::size(group, padded);
     const int64_t pairs = cut_contexts(a, all_splits);
-    const int64_t items = (int64_t)all_splits.size() * kv_heads;
+    const int64_t num_splits = all_splits.size(), items = num_splits * kv_heads;
+    const bool shares_heads = a.threads > 1 && num_splits < SPLITS_A_THREAD * a.threads;
+    const int64_t taken = shares_heads ? 1 : kv_heads, turns = kv_heads / taken;  // of a split
     if ((int64_t)scratch.size() < items * part) scratch.resize(items * part);
-    const Split* splits = all_splits.data();
+    const Split* splits = all_splits.data();  // the caller's, for all threads
     float* parts = scratch.data();
+    const auto piece_at = [&](int64_t i) {
+        return Piece{splits + i / turns, i % turns * taken, (i % turns + 1) * taken};
+    };
 #pragma omp parallel num_threads((int)a.threads) if (pairs * dim > GRAIN)
     {
-        DecodeScratch<Row> own(a.cache, group, padded);
+        DecodeScratch<Row> own(a.cache, taken * group, group, padded);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < items; ++item) {
-            const Split& split = splits[item / kv_heads];
-            const int64_t head = item % kv_heads;
+        for (int64_t i = 0; i < num_splits * turns; ++i) {
+            const bool is_last = i + 1 == num_splits * turns;
+            const Piece piece = piece_at(i), after = is_last ? Piece{} : piece_at(i + 1);
+            const Split& split = *piece.split;
+            const int64_t first = piece.first;
             const T* rows = split.sinks ? (const T*)a.q_sink + split.b * a.q_sink_stride
                                         : (const T*)a.q + split.b * a.q_stride;
-            for (int64_t g = 0; g < group; ++g)
-                take_query(rows + (head * group + g) * dim, &own.queries[g * padded * SHARES], dim);
-            const Partial mine(parts + item * part, group, padded);
-            mine.clear(group, padded);
-            decode_piece(a, split.b, head, split.begin, split.end, padded, own, mine);
+            float* mine = parts + (piece.split - splits) * kv_heads * part;
+            for (int64_t g = 0; g < taken * group; ++g)
+                take_query(rows + (first * group + g) * dim, &own.queries[g * padded * SHARES], dim);
+            for (int64_t head = first; head < piece.last; ++head)
+                Partial(mine + head * part, group, padded).clear(group, padded);
+            decode_piece(a, piece, after, padded, own, mine);
         }
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < items; ++item) {  // merge, once a (sequence, kv head)
