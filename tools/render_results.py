@@ -91,6 +91,7 @@ TABLES: dict[str, Table] = {
     "speculation-beside": Table(["speculation/epyc-zen4-int8-1-llama-cpp"], speculation.beside),
     "speculation-beside-bf16": Table(["speculation/epyc-zen4-bf16-beside"], speculation.beside),
     "long-prompts": Table(["long-prompts/epyc-zen4"], long_prompts.long_prompts),
+    "long-prompts-whole": Table(["long-prompts/epyc-zen4-whole"], long_prompts.long_prompts),
     "gpu-checks": Table(["gpu/h200-checks"], gpu.checks),
     "gpu-decode": Table(["gpu/h200-decode"], gpu.decode),
     "gpu-tiles": Table(["gpu/h200-tiles"], gpu.tiles),
