@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from penstock.deployments.cli.main import main
+from penstock.deployments.cli.planning.plan_report import MOST_DRAFTED
+from penstock.workers.engine.draft import MAX_SEQS
 from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.planning.group import LINKS, Group
 from penstock.workers.planning.hardware import DEVICES
@@ -175,6 +177,10 @@ def test_help_teaches_and_loads_no_torch():
     assert done.returncode == 0, done.stderr
     for word in ("examples:", "Qwen2.5-0.5B", "4090", "nt: the ridge"):
         assert word in done.stdout
+
+
+def test_a_draft_model_is_planned_for_as_many_sequences_as_the_engine_drafts_for():
+    assert MOST_DRAFTED == MAX_SEQS
 
 
 @pytest.mark.parametrize("other", [None, "Llama-3.2-1B"])
