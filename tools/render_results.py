@@ -43,6 +43,7 @@ SPECULATION_RUNS = (
     "fp32-draft",
     "prose-int8",
     "prose-int4",
+    "prose-bf16-16",
 )
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.S)
 MARKER = re.compile(r"<!-- (?:begin|end) (\S+) -->")
