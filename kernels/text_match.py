@@ -64,7 +64,8 @@ def match_text(
     """How many of the tokens before some place in [0, end) are the last of `newest` (0 to
     32), and up to `most` tokens after it.
 
-    The longest match; of several, one before the most frequent next token; then the newest.
+    The longest match; of several, one before the most frequent next token; then the newest. Of
+    matches of one or two tokens the newest of two, or else of one; its hash may have lost it.
     `is_own`: `newest` is the end of the text itself, which is continued as it repeats itself.
     """
     assert newest.flags.c_contiguous and newest.dtype == np.int32 and most > 0

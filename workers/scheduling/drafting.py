@@ -104,8 +104,8 @@ class Drafting:
         if is_large and self._num_skipped < self._num_to_skip:
             self._num_skipped += 1
             return
-        found = ((i, self._offer(c, room)) for i, c in enumerate(plan.decode))
-        offers = {i: each for i, each in found if each and not (is_large and each.is_by_chance)}
+        found = ((i, self._offer(c, room, is_large)) for i, c in enumerate(plan.decode))
+        offers = {i: draft for i, draft in found if draft is not None}
         num_keys = sum(num_seen(chunk) for chunk in plan.decode)
         size = StepSize(plan.num_tokens, plan.num_sampled_rows, num_keys)
         asked = [] if self.model is None else self._ask(self.model, plan, offers, size, room)
@@ -169,14 +169,14 @@ class Drafting:
             return 0
         return min(room, self._max_tokens, seq.max_total_tokens - seq.num_tokens - 1)
 
-    def _offer(self, chunk: Chunk, room: int) -> Draft | None:
+    def _offer(self, chunk: Chunk, room: int, is_large: bool) -> Draft | None:
         """What could be verified after `chunk`, or None."""
         seq, most, draft = chunk.seq, self._most(chunk, room), None
         if seq.matcher is not None and most > 0 and len(forced := seq.matcher.forced()) > 0:
             draft = Draft(forced[:most], "grammar")
         elif most > 0:
             draft = self.proposer.propose(seq.text, most)
-        if draft is None:
+        if draft is None or (is_large and draft.is_by_chance):
             return None
         if not draft.is_by_chance:
             seq.draft_offered_at = seq.num_tokens
