@@ -7,5 +7,5 @@ Begin with llm.py; sampling_params.py has its arguments, outputs.py its results.
 import os
 
 # OpenMP reads it when PyTorch is loaded, which llm.py does. Threads that wait for one another spin
-# for milliseconds by default, which makes steps many times longer beside another busy process.
+# for milliseconds by default, and hold up those that have work where cores are shared.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
