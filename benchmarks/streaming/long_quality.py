@@ -2,8 +2,8 @@
 
 No part of this model was trained for sinks. One held-out book as one prompt, teacher-forced by the
 production engine (engine_scorer.py): sink windows of several sizes that roll by 1 and by 128
-tokens, at growing lengths of the text. A window alone is not a policy of the engine; it is scored
-by plain PyTorch (torch_scorer.py), over fewer tokens.
+tokens, at growing lengths of the text. A window alone is not a policy of the engine; windows of the
+same sizes are scored by plain PyTorch (torch_scorer.py), over fewer tokens.
 
     python -m benchmarks.streaming.long_quality --gguf FILE --out OUT.json
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
     parser.add_argument("--book", default="emma", choices=data.HELDOUT_BOOKS)
     parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--window-tokens", type=int, default=8192, help="for the window alone")
+    parser.add_argument("--window-tokens", type=int, default=16_384, help="for windows alone")
     parser.add_argument("--caches", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--rolls", type=int, nargs="+", default=[128, 1])
     parser.add_argument("--out", type=Path, help="write the result file")
@@ -79,8 +79,9 @@ def main() -> None:
         )
         rows = []
         jobs: list[tuple[str, Any, CachePolicy, list[int]]] = [
-            ("window alone, PyTorch", alone,
-             CachePolicy("", 0, 1024, 128, BLOCK_SIZE), ids[: args.window_tokens + 1])
+            (f"window {cache} alone, PyTorch", alone,
+             CachePolicy("", 0, cache, 128, BLOCK_SIZE), ids[: args.window_tokens + 1])
+            for cache in args.caches
         ]  # fmt: skip
         for roll in args.rolls:
             for cache in args.caches:
