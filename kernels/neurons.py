@@ -5,8 +5,9 @@ copy of it in codes. int8: 3 * d codes, then an fp32 scale for each 64 numbers a
 group of a part may be shorter). int4: for each 32 numbers along d 16 bytes, number i in the lower
 and number 16 + i in the upper half of byte i, as code + 8, then a bf16 scale for each. Value = code
 * scale. Only the chosen rows are read. A token's result depends on its neurons alone: not on where
-their rows lie, not on other tokens, not on threads. Backends: Triton on a GPU, the native library
-on a CPU, else plain PyTorch.
+their rows lie, not on other tokens, not on threads. They may come in several calls, as their rows
+arrive; then it depends on which came in which call, too. Backends: Triton on a GPU, the native
+library on a CPU, else plain PyTorch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class NeuronBackend(Protocol):
 
     def neuron_mlp(
         self, x: Tensor, pool: Tensor, format: str, places: Tensor, counts: Sequence[int],
-        out: Tensor,
+        sums: PartialSums | None, out: Tensor,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -50,38 +51,52 @@ def _triton() -> NeuronBackend:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PartialSums:
+    """Sums over neurons that come in several calls, which share `so_far`."""
+
+    so_far: Tensor  # fp32 [n, hidden], dense, in any state before the first call
+    begins: bool  # this is the first call
+    is_last: bool  # only this one writes `out`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PooledNeurons:
-    """The neurons of one expert that each of n tokens uses."""
+    """The neurons of one expert that each of n tokens uses, or one part of them."""
 
     pool: Tensor  # uint8 [rows, bytes of a row], dense
     format: str  # of a row: fp32, bf16, fp16, int8 or int4
     # int32, on a CPU: by token, in ascending order of its neurons, the row of each in the pool.
     places: Tensor
     counts: Sequence[int]  # of each token
+    sums: PartialSums | None = None  # None: these are all
 
 
 def neuron_mlp(x: Tensor, neurons: PooledNeurons, out: Tensor) -> Tensor:
     """sum_j silu(Wg[j].x) * (Wu[j].x) * Wd[:, j] over a token's neurons, in fp32, for each row of
     `x` [n, hidden] into `out` [n, hidden], which may be `x` itself; both have dense rows.
 
-    A token without neurons gets zeros.
+    A token without neurons gets zeros. `neurons.sums`: these are added to those of earlier calls,
+    and `out` is left alone until the last one.
     """
     assert x.shape == out.shape and x.stride(1) == out.stride(1) == 1
     assert len(neurons.counts) == len(x) and sum(neurons.counts) == len(neurons.places)
     assert neurons.pool.is_contiguous() and neurons.places.dtype == torch.int32
     if x.is_cuda and _triton().suits(neurons.pool, neurons.format, x.shape[1]):
-        given = neurons.pool, neurons.format, neurons.places, neurons.counts
+        given = neurons.pool, neurons.format, neurons.places, neurons.counts, neurons.sums
         return _triton().neuron_mlp(x, *given, out)
     library = native.usable(x)
     if library is None or neurons.format not in NATIVE_FORMATS:
         return _reference(x, neurons, out)
     num_blocks = sum(-(-count // BLOCK) for count in neurons.counts)
     sums = torch.empty(num_blocks, x.shape[1])
-    ends = array("q", accumulate(neurons.counts))
+    ends, partial = array("q", accumulate(neurons.counts)), neurons.sums
+    so_far = (0, True, True)
+    if partial is not None:
+        so_far = (partial.so_far.data_ptr(), partial.begins, partial.is_last)
     library.pk_neuron_mlp(NEURON_MLP.pack(
         native.DTYPES[x.dtype], x.data_ptr(), x.stride(0), neurons.pool.data_ptr(),
         neurons.pool.shape[1], NATIVE_FORMATS[neurons.format], neurons.places.data_ptr(),
-        ends.buffer_info()[0], sums.data_ptr(), out.data_ptr(), out.stride(0), *x.shape,
+        ends.buffer_info()[0], sums.data_ptr(), *so_far, out.data_ptr(), out.stride(0), *x.shape,
         torch.get_num_threads(),
     ))  # fmt: skip
     return out
@@ -89,8 +104,8 @@ def neuron_mlp(x: Tensor, neurons: PooledNeurons, out: Tensor) -> Tensor:
 
 def _reference(x: Tensor, neurons: PooledNeurons, out: Tensor) -> Tensor:
     """In plain PyTorch, a token at a time."""
-    places = neurons.places.to(x.device)
-    for row, into, chosen in zip(x, out, places.split(list(neurons.counts)), strict=True):
+    places, partial = neurons.places.to(x.device).split(list(neurons.counts)), neurons.sums
+    for t, (row, into, chosen) in enumerate(zip(x, out, places, strict=True)):
         rows = neurons.pool.index_select(0, chosen)
         if neurons.format in FLOATS:
             values = rows.view(FLOATS[neurons.format]).float()
@@ -98,7 +113,12 @@ def _reference(x: Tensor, neurons: PooledNeurons, out: Tensor) -> Tensor:
             values = dequantize_neurons(rows, x.shape[1], neurons.format)
         gate, up, down = values.split(x.shape[1], 1)
         state = row.float()
-        into.copy_((silu(gate @ state) * (up @ state)) @ down)
+        found = (silu(gate @ state) * (up @ state)) @ down
+        if partial is not None:
+            so_far = partial.so_far[t]
+            found = so_far.copy_(found) if partial.begins else so_far.add_(found)
+        if partial is None or partial.is_last:
+            into.copy_(found)
     return out
 
 

@@ -24,7 +24,7 @@ Int4Group = Literal["16", "32", "64", "128"]
 Int4Activations = Literal["auto", "int8", "plain"]
 ContextPolicyName = Literal["full", "sink_window"]
 Switch = Literal["auto", "on", "off"]
-MoeMode = Literal["exact", "quantized", "sparse"]
+MoeMode = Literal["exact", "quantized", "sparse", "streamed"]
 MoeScore = Literal["gate", "up", "product"]
 
 WEIGHTS: tuple[str, ...] = get_args(WeightFormat)
@@ -299,15 +299,21 @@ class ExpertOptions:
     moe_mode: MoeMode = option(
         "exact",
         "how cached experts compute; exact: bit for bit as without a cache; quantized: from copies "
-        "in int8 or int4; sparse: answer tokens use only the most important neurons. Requests may "
-        "ask for exact. Weights int8 and int4 allow exact and sparse, other quantised ones exact",
+        "in int8 or int4; sparse: answer tokens use only the most important neurons; streamed: "
+        "they use these first and add the others while they are copied, exact but for the order "
+        "of additions. Requests may ask for exact. Weights int8 and int4 allow exact and sparse, "
+        "other quantised ones exact",
     )
     moe_copies: Literal["int8", "int4"] = option(
         "int8",
         "moe_mode quantized: number format of the copies; int4 takes half, and is less exact",
     )
     moe_keep: float = option(
-        0.5, "moe_mode sparse: mean share of an expert's neurons that a token uses", above=0, max=1
+        0.5,
+        "moe_mode sparse: mean share of an expert's neurons that a token uses; streamed: that it "
+        "uses first",
+        above=0,
+        max=1,
     )
     moe_score: MoeScore = option(
         "product",
@@ -315,8 +321,9 @@ class ExpertOptions:
     )
     moe_thresholds: str | None = option(
         None,
-        "file written by `penstock calibrate`, for moe_mode sparse and to prefetch neurons instead "
-        "of whole experts; none: neuron_thresholds.json in the model's folder, for sparse only",
+        "file written by `penstock calibrate`, for moe_mode sparse and streamed, and to prefetch "
+        "neurons instead of whole experts; none: neuron_thresholds.json in the model's folder, for "
+        "sparse and streamed only",
     )
 
 

@@ -83,7 +83,7 @@ class Reader:
         hidden = self.model.forward(ids, self.positions, self.inputs, self.kv_layers, moe_rows=rows)
         logits = self.model.logits(hidden[NUM_EXACT:-1])
         loss = torch.nn.functional.cross_entropy(logits, ids[NUM_EXACT + 1 :])
-        if rows is None or rows.sparse is None:
+        if rows is None or rows.pooled is None:
             return float(loss), 1.0
         return float(loss), 1 - int(rows.num_skipped.sum()) / int(rows.num_neurons.sum())
 

@@ -4,7 +4,8 @@ decode     One token at a time, batch of one. demand: no expert is kept between 
            all layers; fair: LRU by fair shares of the layers; each of them also with prefetch, when
            the measured counters allow it (prefetch), at every layer (always), or where trials find
            that it pays (auto, which needs --warm 200). neurons: moe_mode sparse, from a pool of
-           neurons. int8: moe_mode quantized.
+           neurons. streamed: moe_mode streamed, all of whose neurons come from such a pool.
+           int8: moe_mode quantized.
 formats    The same with experts in --formats: what a quantised expert saves, whole and by neurons.
 prompt     A prompt in one step, with its layers' experts streamed ahead or loaded on demand.
 
@@ -59,6 +60,8 @@ MODES: Modes = {
     "fair + auto": {"prefetch": None},
     "fair + neurons": {"mode": "sparse"},
     "fair + neurons + always": {"mode": "sparse", "prefetch": True},
+    "fair + streamed": {"mode": "streamed"},
+    "fair + streamed + always": {"mode": "streamed", "prefetch": True},
     "fair + int8": {"mode": "quantized"},
 }
 FORMAT_MODES = ("fair", "fair + always", "fair + neurons")  # those that a quantised expert has

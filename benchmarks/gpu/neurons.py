@@ -38,7 +38,7 @@ def check_mlp(format: str, dtype: torch.dtype) -> Triples:
         where = order.argsort()
         places = torch.cat([where[each] for each in chosen]).to(torch.int32)
         counts = [len(each) for each in chosen]
-        found = neurons_triton.neuron_mlp(x, pool, name, places, counts, torch.empty_like(x))
+        found = neurons_triton.neuron_mlp(x, pool, name, places, counts, None, torch.empty_like(x))
         want = []
         for state, picked in zip(x.double().cpu(), chosen, strict=True):
             gate, up, down = values[picked].double().split(size, 1)
@@ -60,7 +60,7 @@ def works(tiny: bool) -> Iterator[Work]:
             kept = torch.arange(0, inner, 5, dtype=torch.int32)
             places = kept.repeat(num_tokens)
             counts, out = [len(kept)] * num_tokens, torch.empty_like(x)
-            call = partial(neurons_triton.neuron_mlp, x, pool, name, places, counts, out)
+            call = partial(neurons_triton.neuron_mlp, x, pool, name, places, counts, None, out)
             num_bytes = len(kept) * pool.shape[1] + 4 * x.numel()
             flops = 6.0 * num_tokens * len(kept) * hidden
             case = f"{num_tokens} tokens, a fifth of {inner}"

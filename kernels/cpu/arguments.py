@@ -94,7 +94,8 @@ HADAMARD = Arguments("dtype x stride out rows dim threads")
 COMBINE = Arguments("dtype rows places weights out tokens ranks dim threads")
 UNPACK_NEURONS = Arguments("dtype rows row_stride places count gate_up down hidden inner")
 NEURON_MLP = Arguments(
-    "dtype x x_stride pool row_bytes format places ends sums out out_stride tokens dim threads"
+    "dtype x x_stride pool row_bytes format places ends sums so_far begins is_last out out_stride "
+    "tokens dim threads"
 )
 DELTA = Arguments(
     "dtype mixed mixed_stride z z_stride ba ba_stride conv decay dt_bias norm eps:d last "

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.neurons import PartialSums
+
 BLOCK = 16  # neurons of a program
 TILE = 128  # numbers of each row that it looks at together
 PLAIN, INT8, INT4 = 0, 1, 2
@@ -29,8 +31,9 @@ def suits(pool: Tensor, format: str, dim: int) -> bool:
 
 
 def neuron_mlp(
-    x: Tensor, pool: Tensor, format: str, places: Tensor, counts: Sequence[int], out: Tensor
-) -> Tensor:
+    x: Tensor, pool: Tensor, format: str, places: Tensor, counts: Sequence[int],
+    partial: PartialSums | None, out: Tensor,
+) -> Tensor:  # fmt: skip
     """`places` int32 on any device; else as kernels/neurons.py. `pool` must suit."""
     num_tokens, dim = x.shape
     num_blocks = [triton.cdiv(count, BLOCK) for count in counts]
@@ -53,9 +56,11 @@ def neuron_mlp(
             x.stride(0), numbers.shape[1], scales.shape[1], scale_first,
             DIM=dim, FORMAT=kind, NEURONS=BLOCK, TILE=TILE,
         )  # fmt: skip
+    begins, is_last = (True, True) if partial is None else (partial.begins, partial.is_last)
     _sum_kernel[(num_tokens, triton.cdiv(dim, TILE))](
-        sums, index, out, out.stride(0), 3 * len(table), DIM=dim, TILE=TILE
-    )
+        sums, index, sums if partial is None else partial.so_far, out, out.stride(0),
+        3 * len(table), DIM=dim, TILE=TILE, HAS_MORE=not is_last, HAS_SOME=not begins,
+    )  # fmt: skip
     return out
 
 
@@ -124,16 +129,24 @@ def _blocks_kernel(
 
 @triton.jit
 def _sum_kernel(
-    sums_ptr, index_ptr, out_ptr, out_stride, starts_first, DIM: tl.constexpr, TILE: tl.constexpr
-):
-    """The blocks of one token, in order."""
+    sums_ptr, index_ptr, so_far_ptr, out_ptr, out_stride, starts_first,
+    DIM: tl.constexpr, TILE: tl.constexpr, HAS_MORE: tl.constexpr, HAS_SOME: tl.constexpr,
+):  # fmt: skip
+    """The blocks of one token, in order, after the sum of earlier calls if it HAS_SOME; the result
+    is such a sum if it HAS_MORE."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * TILE + tl.arange(0, TILE)
     first = tl.load(index_ptr + starts_first + token)
     count = tl.load(index_ptr + starts_first + token + 1) - first
     rows_ptr = sums_ptr + first.to(tl.int64) * DIM + d
+    so_far_ptr += token * DIM + d
     total = tl.zeros([TILE], tl.float32)
+    if HAS_SOME:
+        total = tl.load(so_far_ptr, mask=d < DIM, other=0.0)
     for block in range(count):
         total += tl.load(rows_ptr + block * DIM, mask=d < DIM, other=0.0)
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + token * out_stride + d, total.to(dtype), mask=d < DIM)
+    if HAS_MORE:
+        tl.store(so_far_ptr, total, mask=d < DIM)
+    else:
+        dtype = out_ptr.dtype.element_ty
+        tl.store(out_ptr + token * out_stride + d, total.to(dtype), mask=d < DIM)

@@ -1,6 +1,9 @@
 """The MLP over chosen neurons: against fp64, in any place of the pool, alone and among others; and
 int8 and int4 copies of neuron rows against the rows themselves."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.cpu import native
 from penstock.kernels.neurons import (
+    PartialSums,
     PooledNeurons,
     dequantize_neurons,
     neuron_mlp,
@@ -94,6 +98,37 @@ def test_a_token_has_its_bits_alone_among_others_and_with_any_threads(native_pat
                 assert torch.equal(alone[0], found[t])
     finally:
         torch.set_num_threads(before)
+
+
+def in_parts(x, stored, chosen, generator, format, cut, run=neuron_mlp):
+    """Each token's neurons below `cut` in a first call, then the others; `out` is NaN before."""
+    so_far, out = torch.full_like(x, float("nan"), dtype=torch.float32), torch.full_like(x, np.nan)
+    for i, is_part in enumerate((lambda n: n < cut, lambda n: n >= cut)):
+        part = [picked[is_part(picked)] for picked in chosen]
+        neurons = pooled(stored, part, generator, format)
+        run(x, replace(neurons, sums=PartialSums(so_far, i == 0, i == 1)), out)
+        assert i or torch.isnan(out).all()
+    return out
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_neurons_in_two_calls(format, compute, is_native, native_path):
+    """The sum of both, rounded once; the bits of one call where the first has whole blocks."""
+    generator, x, stored, values, chosen = case(4, 200, 90, 7, format)
+    chosen[1], chosen[2] = chosen[1][:0], torch.arange(90)
+    x = x.to(compute)
+    with nullcontext() if is_native else native.instead(None):
+        found = in_parts(x, stored, chosen, generator, format, 32)
+        whole = neuron_mlp(x, pooled(stored, chosen, generator, format), torch.empty_like(x))
+        nothing = in_parts(x, stored, chosen, generator, format, 0)
+    wanted = expected(x.float(), values, chosen)
+    bound = 1e-5 if compute == torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
+    assert torch.equal(nothing, whole), "an empty first part changes nothing"
+    if is_native:
+        assert torch.equal(found[2], whole[2])
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "fp16", "int8", "int4"])

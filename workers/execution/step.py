@@ -232,7 +232,7 @@ def count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
 
     A token that is computed again counts once for its sequence, and each time in the sums.
     """
-    if rows.sparse is None:
+    if rows.pooled is None or rows.is_streamed:  # nothing is left out
         return 0, 0
     neurons, skipped = rows.num_neurons.cpu().numpy(), rows.num_skipped.cpu().numpy()
     first = 0

@@ -21,6 +21,7 @@ from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import ExpertFile, Manifest, RowSource, copies_for
 from penstock.workers.experts.layouts import ExpertLayout, NeuronLayout, PackedLayout
+from penstock.workers.experts.modes import POOLED_MODES
 from penstock.workers.experts.neurons.scores import NeuronScores, NeuronSelector
 from penstock.workers.experts.neurons.thresholds import Calibration, thresholds_path
 from penstock.workers.experts.packed import PackedExperts
@@ -46,7 +47,7 @@ class ExpertSettings:
     num_slots: int | None = None
     prefetch: bool | None = True  # None: where timed steps say that it pays
     mode: str = "exact"  # the least exact mode that a request may have
-    keep: float = 0.5  # sparse: the share of neurons
+    keep: float = 0.5  # sparse and streamed: the share of neurons that are selected
     score: str = "product"
     copies: str = "int8"  # quantized: their number format
     thresholds: str | None = None  # a file; None: the one in the model's folder, if needed
@@ -122,7 +123,7 @@ def build_experts(
         layout = PackedLayout(packed.images, packed.kinds, device)
     cache = _cache_of(settings, expert_file, layout)
     selector = None
-    if settings.mode == "sparse" or settings.thresholds is not None:
+    if settings.mode in POOLED_MODES or settings.thresholds is not None:
         selector = _neuron_selector(settings, experts, expert_file, device)
     routed = RoutedExperts(cache, config, prefetch=settings.prefetch, selector=selector)
     return routed, experts.names()
@@ -153,7 +154,7 @@ def _cache_of(
     if num_slots is None:
         assert settings.cache_gb is not None
         num_slots = slots_within(settings.cache_gb, layout.num_bytes, facts.num_all)
-    if settings.mode == "sparse":
+    if settings.mode in POOLED_MODES:
         num_slots, num_pooled = split_for_neurons(num_slots, layout.num_bytes, facts)
     cache = ExpertCache(
         expert_file,
@@ -178,7 +179,7 @@ def split_for_neurons(num_slots: int, slot_bytes: int, facts: Manifest) -> tuple
     """The memory of `num_slots` experts, parted: slots for prompts, whose rows are exact, and the
     neurons of a pool for answers. Both have room for one expert at least."""
     num_whole = max(min(MIN_SLOTS, num_slots), round(num_slots * WHOLE_SHARE))
-    row_bytes = facts.row_bytes_of(facts.num_experts if facts.copies else 0)
+    row_bytes = facts.row_bytes_of(facts.num_experts if facts.is_packed else 0)
     return num_whole, max(facts.inner, (num_slots - num_whole) * slot_bytes // row_bytes)
 
 
@@ -208,7 +209,7 @@ def _neuron_selector(
         path = Path(settings.thresholds).expanduser()
     if not path.is_file():
         raise LoadError(
-            f"{path} is missing, and sparse experts need its neuron thresholds; write it with: "
+            f"{path} is missing, and neurons are selected by its thresholds; write it with: "
             "penstock calibrate MODEL, or name another file with moe_thresholds"
         )
     calibration = Calibration.load(path)

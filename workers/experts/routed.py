@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from penstock.kernels.moe import Visited
@@ -17,7 +18,7 @@ from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
 from penstock.workers.experts.lookups import NeededRows
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.neurons.scores import NeuronSelector
-from penstock.workers.experts.neurons.selection import SelectedNeurons
+from penstock.workers.experts.neurons.selection import select_neurons
 from penstock.workers.experts.prefetch_trial import PrefetchTrial
 from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.experts.transfer_meter import TransferMeter
@@ -43,7 +44,7 @@ class RoutedExperts:
         selector: NeuronSelector | None = None,
     ):
         """`prefetch` None: where timed steps say that it pays. `selector`: selects the neurons of
-        sparse rows, and those that are prefetched."""
+        sparse rows, those that streamed rows take first, and those that are prefetched."""
         self.cache = cache
         self.trial = PrefetchTrial() if prefetch is None else None
         self.prefetch = bool(prefetch)
@@ -70,7 +71,7 @@ class RoutedExperts:
     def look_ahead(self, layer: int, ids: Tensor, state: Callable[[], Tensor]) -> None:
         """Prefetch experts of the next layer, after the loads that `layer` waits for.
 
-        A step with enough rows to need all experts streams whole layers (sparse rows do not count).
+        A step with enough rows to need all experts streams whole layers (pooled rows do not count).
         For smaller steps the prefetch is a prediction, made only if `prefetch` is on and the host
         link is not saturated.
         """
@@ -78,7 +79,7 @@ class RoutedExperts:
         if predictor is None:
             return
         following = predictor.next_of(layer)
-        if predictor.needs_all_experts(len(ids) - self._num_sparse()):
+        if predictor.needs_all_experts(len(ids) - self._num_pooled()):
             predictor.forget(layer, following)
             if following is not None:
                 first = self._shift()
@@ -97,18 +98,22 @@ class RoutedExperts:
             self.num_withheld += 1
             return
         now, shift = state(), self._shift()
-        if self._num_sparse() not in (0, len(ids)):  # for rows that need whole experts
-            assert self.rows is not None and self.rows.sparse is not None
+        if self._num_pooled() not in (0, len(ids)):  # for rows that need whole experts
+            assert self.rows is not None and self.rows.pooled is not None
             self.cache.prefetch(
-                following, predictor.predict_experts(now[~self.rows.sparse], following)
+                following, predictor.predict_experts(now[~self.rows.pooled], following)
             )
             return
         experts = predictor.predict_experts(now, following)
         if shift:
             self.cache.prefetch(following, [expert + shift for expert in experts])
-        elif self._num_sparse() and self.cache.pool is not None:
+        elif self._num_pooled() and self.cache.pool is not None:
             foreseen = self._foreseen_neurons(now, following)
-            self.cache.pool.prefetch(following, {e: foreseen[e] for e in experts if e in foreseen})
+            wanted = [(expert, foreseen[expert]) for expert in experts if expert in foreseen]
+            if self.rows is not None and self.rows.is_streamed:
+                everything = np.arange(self.cache.manifest.inner)
+                wanted += [(expert, everything) for expert in experts]
+            self.cache.pool.prefetch(following, wanted)
         else:
             self.cache.prefetch(following, experts, self._foreseen_neurons(now, following))
 
@@ -121,8 +126,8 @@ class RoutedExperts:
             self.trial.observe(seconds, num_rows)
             self.prefetch = self.trial.is_on
 
-    def _num_sparse(self) -> int:
-        return 0 if self.rows is None or self.rows.sparse is None else int(self.rows.sparse.sum())
+    def _num_pooled(self) -> int:
+        return 0 if self.rows is None or self.rows.pooled is None else int(self.rows.pooled.sum())
 
     def _shift(self) -> int:
         """The offset from an expert's id to its int8 copy's, if all rows of the step use copies."""
@@ -206,8 +211,8 @@ class CachedExperts:
         if routed.watch is not None:
             routed.watch(self.layer, x, ids)
         facts = routed.cache.manifest
-        if rows is not None and rows.sparse is not None:
-            return self._route_sparse(ids, x, state, rows, rows.sparse)
+        if rows is not None and rows.pooled is not None:
+            return self._route_pooled(ids, x, state, rows, rows.pooled)
         asked = ids
         if rows is not None and rows.quantized is not None:
             asked = ids + facts.num_experts * rows.quantized[:, None]
@@ -219,26 +224,27 @@ class CachedExperts:
 
         return LayerRouting(asked, facts.num_known, in_turn)
 
-    def _route_sparse(
-        self, ids: Tensor, x: Tensor, state: Callable[[], Tensor], rows: StepRows, sparse: Tensor
+    def _route_pooled(
+        self, ids: Tensor, x: Tensor, state: Callable[[], Tensor], rows: StepRows, pooled: Tensor
     ) -> LayerRouting:
-        """Some rows are `sparse` [T]: their neurons come from the pool; the other rows take whole
+        """Some rows are `pooled` [T]: their neurons come from the pool; the other rows take whole
         experts from slots."""
         routed = self.routed
         cache, pool, selector = routed.cache, routed.cache.pool, routed.selector
-        assert selector is not None and pool is not None, "sparse rows need thresholds and a pool"
-        selected = SelectedNeurons.of(selector, self.layer, ids, x, rows)
+        assert selector is not None and pool is not None, "pooled rows need thresholds and a pool"
+        selected = select_neurons(selector, self.layer, ids, x, rows)
+        parts = {expert: each.parts for expert, each in selected.items()}
         if routed.predictor is not None:
-            for expert, union in selected.union.items():
-                routed.predictor.observe_neurons(self.layer, expert, union)
+            for expert, (first_part, *_) in parts.items():
+                routed.predictor.observe_neurons(self.layer, expert, first_part)
         first = cache.manifest.num_experts
 
         def in_turn(needed: list[int]) -> Iterator[Visited]:
             def ahead() -> None:
                 routed.look_ahead(self.layer, ids, state)
 
-            for expert, places in pool.visit(self.layer, selected.union, ahead):
-                yield first + expert, selected.pooled(expert, places, pool)
+            for expert, part, places in pool.visit(self.layer, parts, ahead):
+                yield first + expert, selected[expert].pooled(part, places, pool)
             yield from cache.visit(self.layer, [each for each in needed if each < first])
 
-        return LayerRouting(ids + first * sparse[:, None], 2 * first, in_turn)
+        return LayerRouting(ids + first * pooled[:, None], 2 * first, in_turn)

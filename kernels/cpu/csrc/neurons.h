@@ -3,7 +3,8 @@
 // A row is [gate | up | down] of one neuron, dim numbers each, in a format that kernels/neurons.py
 // describes. A neuron's row is read once, from end to end.
 // Additions: neurons of a token in their given order, a block of NEURONS in one chain, then the blocks
-// in order; so the result does not depend on places, other tokens or threads.
+// in order; so the result does not depend on places, other tokens or threads. Neurons may come in
+// several calls, each of which adds its blocks to the fp32 sum of those before.
 
 #pragma once
 
@@ -24,13 +25,16 @@ struct NeuronArgs {
     const int32_t* places;  // by token, and then by neuron: the row in the pool
     const int64_t* ends;    // [tokens] where those of each token end
     float* sums;            // [blocks of all tokens][dim]
-    void* out;
+    float* so_far;          // [tokens][dim]: of earlier calls; nullptr: this call is the only one
+    int64_t begins, is_last;
+    void* out;              // written by the last call
     int64_t out_stride;
     int64_t tokens, dim, threads;
 };
 LAYOUT(NeuronArgs,
        FIELD(dtype) FIELD(x) FIELD(x_stride) FIELD(pool) FIELD(row_bytes) FIELD(format) FIELD(places)
-       FIELD(ends) FIELD(sums) FIELD(out) FIELD(out_stride) FIELD(tokens) FIELD(dim) FIELD(threads))
+       FIELD(ends) FIELD(sums) FIELD(so_far) FIELD(begins) FIELD(is_last) FIELD(out)
+       FIELD(out_stride) FIELD(tokens) FIELD(dim) FIELD(threads))
 
 // x . row over [0, count), in DOT_CHAINS interleaved chains.
 template <class T, class R>
@@ -199,10 +203,13 @@ void neuron_mlp_of(const NeuronArgs& a) {
     }
     for (int64_t t = 0; t < a.tokens; ++t)
         for (int64_t d = 0; d < a.dim; d += W) {
+            float* so_far = a.so_far ? a.so_far + t * a.dim + d : nullptr;
             vf total = {};
+            if (so_far && !a.begins) total = load_up_to(so_far, a.dim - d);
             for (int64_t block = first_block[t]; block < first_block[t + 1]; ++block)
                 total += load_up_to(a.sums + block * a.dim + d, a.dim - d);
-            store_up_to((T*)a.out + t * a.out_stride + d, total, a.dim - d);
+            if (so_far) store_up_to(so_far, total, a.dim - d);
+            if (a.is_last) store_up_to((T*)a.out + t * a.out_stride + d, total, a.dim - d);
         }
 }
 

@@ -26,6 +26,8 @@ ADDED = {"ADD": True, "SCALE": False}
 TRANSFORMED = {"HADAMARD": True}
 NEURONS = dict.fromkeys(("x_ptr", "rows_ptr", "scales_ptr"), "bf16")
 NEURONS |= {"places_ptr": "i32", "index_ptr": "i32", "sums_ptr": "fp32"}
+NEURON_SUM = dict.fromkeys(("sums_ptr", "so_far_ptr"), "fp32")
+NEURON_SUM |= {"index_ptr": "i32", "out_ptr": "bf16"}
 NEURON_SIZES = {"DIM": 2048, "NEURONS": neurons.BLOCK, "TILE": neurons.TILE}
 REDUCE_SIZES = {"FORMAT": "int4", "EXPERTS": 128, "TILE": 512}
 
@@ -133,8 +135,12 @@ KERNELS = {
         neurons._blocks_kernel, NEURONS | {"rows_ptr": "u8"}, NEURON_SIZES | {"FORMAT": 2}, 4, 3,
     ),
     "neurons sum": (
-        neurons._sum_kernel, {"sums_ptr": "fp32", "index_ptr": "i32", "out_ptr": "bf16"},
-        {"DIM": 2048, "TILE": neurons.TILE}, 4, 3,
+        neurons._sum_kernel, NEURON_SUM,
+        {"DIM": 2048, "TILE": neurons.TILE, "HAS_MORE": False, "HAS_SOME": True}, 4, 3,
+    ),
+    "neurons sum so far": (
+        neurons._sum_kernel, NEURON_SUM,
+        {"DIM": 2048, "TILE": neurons.TILE, "HAS_MORE": True, "HAS_SOME": False}, 4, 3,
     ),
 }  # fmt: skip
 

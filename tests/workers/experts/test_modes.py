@@ -27,8 +27,8 @@ from penstock.workers.experts.routing import LayerRouting
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request, RequestError, SamplingParams
 from tests.workers.answers import answers, ids_of
-from tests.workers.checkpoints import make_checkpoint, random_prompt
-from tests.workers.experts.moe_cases import MOE, experts_of, plain
+from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_greedy
+from tests.workers.experts.moe_cases import MOE, Garbage, experts_of, plain, poison
 from tests.workers.models.test_decoder import PagedDecoder, Tokens, folder_of
 
 CLOSE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-4}
@@ -54,6 +54,12 @@ def teacher_forced(model, ids, mode: str, num_prompt: int, cuts=()) -> torch.Ten
         rows += [*paged.step((seq, end - start))[0]]
     model.forward = forward
     return torch.stack(rows)
+
+
+class GarbageOfPool(Garbage):
+    def observe_neurons(self, *_: object) -> None: ...
+
+    def forget_experts(self, *_: object) -> None: ...
 
 
 class Naive:
@@ -184,8 +190,51 @@ def test_sparse_has_the_same_bits_whatever_the_cache_does(
     model.routed.close()
 
 
+@pytest.mark.parametrize("name", MOE)
+def test_streamed_uses_all_neurons(name, thresholds):
+    """The model's logits but for the order of additions, whatever is selected; exact prompts."""
+    model = load(name, mode="streamed", thresholds=thresholds(name), keep=0.3, num_slots=3)
+    poison(model.routed.cache)
+    ids = random_prompt(PROMPT + NUM_NEW)
+    got = teacher_forced(model, ids, "streamed", PROMPT)
+    model.routed.close()
+    exact = teacher_forced(plain(name), ids, "exact", PROMPT)
+    torch.testing.assert_close(got, exact, atol=1e-5, rtol=1e-5)
+    assert torch.equal(got[:PROMPT], exact[:PROMPT])
+    assert not torch.equal(got[PROMPT:], exact[PROMPT:]), "nothing came from the pool"
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    num_slots=st.sampled_from([1, 2, 3, 7, 15]),
+    prefetch=st.booleans(),
+    guess=st.none() | st.integers(0, 9),
+    cuts=st.lists(st.integers(1, PROMPT + NUM_NEW - 1), max_size=5, unique=True).map(sorted),
+    seed=st.integers(0, 9),
+)
+def test_streamed_has_the_same_bits_whatever_the_cache_does(
+    num_slots, prefetch, guess, cuts, seed, thresholds
+):
+    """Any capacity, prefetched rightly or wrongly, and whatever is computed together or again."""
+    options = {"mode": "streamed", "thresholds": thresholds("olmoe"), "keep": 0.3}
+    ids = random_prompt(PROMPT + NUM_NEW, seed)
+    whole = load("olmoe", **options)
+    want = teacher_forced(whole, ids, "streamed", PROMPT)
+    whole.routed.close()
+    model = load("olmoe", num_slots=num_slots, prefetch=prefetch, **options)
+    poison(model.routed.cache)
+    model.routed.meter.clock = lambda: 0.0
+    if guess is not None:
+        model.routed.predictor = GarbageOfPool(guess)
+    for _ in range(2):  # with slots of which parts are there
+        got = teacher_forced(model, ids, "streamed", PROMPT, tuple(cuts))
+        assert torch.equal(got, want)
+        model.routed.cache.check()
+    model.routed.close()
+
+
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-@pytest.mark.parametrize("mode", ["sparse", "quantized"])
+@pytest.mark.parametrize("mode", ["sparse", "quantized", "streamed"])
 def test_built_in(weights, mode):
     """From a bf16 checkpoint, with few slots and with all: the same bits, and not exact ones."""
     ids, found = random_prompt(PROMPT + NUM_NEW), []
@@ -265,6 +314,25 @@ def test_requests_of_both_modes_together(mode, thresholds):
         # The last token of the answer is never looked at; the others have 3 * 2 experts each.
         assert both["a"].num_neurons == (NUM_NEW - 1) * 3 * 2 * 112
         assert 0.7 < both["a"].num_skipped_neurons / both["a"].num_neurons < 1
+
+
+def test_streamed_answers_are_the_models_own(thresholds):
+    """In fp32 the ids of exact requests beside them, which run in the same steps; nothing is
+    counted as left out."""
+    model = load("olmoe", mode="streamed", num_slots=3, thresholds=thresholds("olmoe"), keep=0.2)
+    last, ids = serve(model, "streamed", {"a": None, "b": "exact", "c": "streamed"})
+    model.routed.close()
+    want = reference_greedy(make_checkpoint("olmoe"), random_prompt(PROMPT), NUM_NEW)
+    assert ids["a"] == ids["b"] == ids["c"] == want
+    assert (last["a"].moe_mode, last["b"].moe_mode) == ("streamed", "exact")
+    assert last["a"].num_neurons == last["a"].num_skipped_neurons == 0
+
+
+@pytest.mark.parametrize("weights", ["int8", "nf4"])
+def test_streamed_needs_plain_neurons(weights, thresholds):
+    """Copies by neurons are no parts of the packed product: their sum would not be the model's."""
+    with pytest.raises(ConfigError, match="moe_mode streamed needs the single neurons"):
+        load("olmoe", weights, mode="streamed", thresholds=thresholds("olmoe"))
 
 
 def test_modes_travel():

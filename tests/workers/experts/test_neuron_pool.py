@@ -44,16 +44,24 @@ def make_cache(num_places: int, **options) -> tuple[ExpertCache, NeuronPool]:
     return cache, cache.pool
 
 
-def visit(pool: NeuronPool, layer: int, needed: dict[int, np.ndarray]) -> list[int]:
-    """The order in which they came; each neuron has the file's bytes while it is in use."""
-    order = []
-    for expert, places in pool.visit(layer, needed):
-        rows = needed[expert]
-        assert (places[rows] >= 0).all()
-        want = shared_expert_file().rows(layer, expert)[rows]
-        assert np.array_equal(pool.rows[torch.from_numpy(places[rows].copy())].numpy(), want)
+def visit(
+    pool: NeuronPool, layer: int, needed: dict[int, np.ndarray], num_parts: int = 1
+) -> list[int]:
+    """The order in which they came, the neurons of each in `num_parts`; each neuron has the file's
+    bytes while it is in use, and the parts of an expert come in their order."""
+    order: list[int] = []
+    parts = {
+        e: np.array_split(np.random.default_rng(e).permutation(rows), num_parts)
+        for e, rows in needed.items()
+    }
+    for expert, part, places in pool.visit(layer, parts):
+        assert part == order.count(expert)
         order.append(expert)
-    assert sorted(order) == sorted(needed)
+        for rows in parts[expert][: part + 1]:  # those before, too
+            assert (places[rows] >= 0).all()
+            want = shared_expert_file().rows(layer, expert)[rows]
+            assert np.array_equal(pool.rows[torch.from_numpy(places[rows].copy())].numpy(), want)
+    assert sorted(order) == sorted([*needed] * num_parts)
     pool.check()
     return order
 
@@ -65,7 +73,7 @@ NEEDED = st.dictionaries(
 )
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["visit", "visit", "prefetch", "break off", "wait", "whole"]),
+        st.sampled_from(["visit", "in parts", "prefetch", "break off", "wait", "whole"]),
         st.integers(0, NUM_LAYERS - 1),
         NEEDED,
     ),
@@ -88,10 +96,13 @@ def test_any_order_of_events(num_places, steps):
         for what, layer, needed in steps:
             if what == "visit":
                 visit(pool, layer, rows_of(needed))
+            elif what == "in parts":
+                visit(pool, layer, rows_of(needed), 3)
             elif what == "prefetch":
-                pool.prefetch(layer, rows_of(needed))
+                pool.prefetch(layer, [*rows_of(needed).items()] * 2)
             elif what == "break off":  # as when a step fails half-way
-                next(pool.visit(layer, rows_of(needed)))
+                parts = {e: np.array_split(rows, 2) for e, rows in rows_of(needed).items()}
+                next(pool.visit(layer, parts))
             elif what == "whole":  # slots share the copier
                 assert sorted(e for e, _ in cache.visit(layer, sorted(needed))) == sorted(needed)
             else:
@@ -133,7 +144,7 @@ def test_neurons_in_use_outlast_those_that_were_used_once():
 def test_a_prefetched_neuron_is_not_asked_for_again():
     cache, pool = make_cache(4 * INNER)
     foreseen, needed = np.arange(0, 60), np.arange(40, 80)
-    pool.prefetch(1, {3: foreseen, 99: foreseen, 2: np.empty(0, np.int64)})
+    pool.prefetch(1, [(3, foreseen), (99, foreseen), (2, np.empty(0, np.int64))])
     wait_for(lambda: is_quiet(cache))
     link, size = cache.copier.counts, pool.facts.row_bytes
     assert (link.prefetch_bytes, link.demand_bytes) == (60 * size, 0)
@@ -148,7 +159,7 @@ def test_a_prefetched_neuron_is_not_asked_for_again():
 def test_a_prefetch_under_way_is_continued_with_what_is_needed():
     size = shared_expert_file().manifest.row_bytes
     cache, pool = make_cache(INNER, bytes_per_s=INNER * size / 0.2)
-    pool.prefetch(1, {0: np.arange(INNER)})
+    pool.prefetch(1, [(0, np.arange(INNER))])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
     visit(pool, 1, {0: np.arange(100, INNER)})
     moved = cache.copier.counts.prefetch_bytes + cache.copier.counts.demand_bytes
@@ -157,10 +168,26 @@ def test_a_prefetch_under_way_is_continued_with_what_is_needed():
     cache.close()
 
 
+def test_a_part_is_used_while_the_next_one_comes():
+    """Of two experts of which nothing is there: no part waits for rows of a later one."""
+    size = shared_expert_file().manifest.row_bytes
+    cache, pool = make_cache(2 * INNER, bytes_per_s=2 * INNER * size / 0.4)
+    rows = np.arange(INNER)
+    parts = {0: np.array_split(rows[::-1], 2), 1: np.array_split(rows, 2)}
+    came = []
+    for expert, part, _ in pool.visit(1, parts):
+        came.append((expert, part, int(sum(pool.experts[1, e].has.sum() for e in (0, 1)))))
+    assert [each[:2] for each in came] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    there = [each[2] for each in came]
+    assert all(56 * n <= have < 56 * (n + 1) for n, have in zip((1, 2, 3), there, strict=False))
+    assert there[3] == 2 * INNER
+    cache.close()
+
+
 def test_a_visit_takes_back_what_prefetches_hold():
     size = shared_expert_file().manifest.row_bytes
     cache, pool = make_cache(INNER, bytes_per_s=INNER * size / 0.5)
-    pool.prefetch(1, {0: np.arange(INNER)})
+    pool.prefetch(1, [(0, np.arange(INNER))])
     visit(pool, 2, {0: np.arange(INNER)})
     cache.close()
 

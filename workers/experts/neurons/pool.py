@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,23 @@ from penstock.workers.experts.lookups import CacheCounts
 from penstock.workers.experts.neurons.places import Places, PlaceTable
 from penstock.workers.experts.slots import Key, SlotLoad
 
+# By expert: neurons that a step needs of it, in parts that are used one after another.
+NeededParts = Mapping[int, Sequence[RowIndices]]
+
 
 class PooledExpert:
     """One expert's neurons in the pool: where rows of it are loaded to."""
 
-    __slots__ = ("error", "has", "index", "key", "load", "places", "pool", "was_prefetched")
+    __slots__ = (
+        "awaited", "error", "has", "index", "key", "load", "places", "pool", "was_prefetched",
+    )  # fmt: skip
 
     def __init__(self, pool: NeuronPool, key: Key, index: int):
         self.pool, self.key, self.index = pool, key, index
         self.places: Places = pool.table.places[index]
         self.has: npt.NDArray[np.bool_] = pool.table.has[index]
         self.load: SlotLoad | None = None
+        self.awaited: RowIndices | None = None  # the part that a visit uses next
         self.error: Exception | None = None
         self.was_prefetched = False
 
@@ -50,6 +56,8 @@ class PooledExpert:
 
     def arrived(self, part: RowIndices) -> None:
         self.has[part] = True
+        if self.awaited is not None and self.has[self.awaited].all():
+            self.pool.copier.changed.notify_all()
 
     def ended(self) -> None:
         self.pool.table.free_unfilled(self.index)
@@ -64,8 +72,9 @@ class NeuronPool:
         num_places = min(num_places, facts.num_all * facts.inner)
         assert num_places >= facts.inner and (facts.copies or not facts.is_packed)
         self.facts, self.copier = facts, copier
-        self.format = facts.copies or facts.dtype  # of rows: kernels/neurons.py
-        self._first = facts.num_experts if facts.copies else 0  # the file's id for expert 0
+        # Packed experts have no neurons of their own: those of their copies are taken.
+        self.format = facts.copies if facts.is_packed else facts.dtype  # kernels/neurons.py
+        self._first = facts.num_experts if facts.is_packed else 0  # the file's id for expert 0
         self.rows = torch.zeros(
             num_places,
             facts.row_bytes_of(self._first),
@@ -87,35 +96,43 @@ class NeuronPool:
     def visit(
         self,
         layer: int,
-        needed: Mapping[int, RowIndices],
+        needed: NeededParts,
         meanwhile: Callable[[], None] | None = None,
-    ) -> Iterator[tuple[int, Places]]:
-        """Yields each of the `needed` experts of a layer once, with the places of its neurons; the
-        neurons listed for it are there. As `ExpertCache.visit`."""
+    ) -> Iterator[tuple[int, int, Places]]:
+        """Yields each part of each of the `needed` experts of a layer once: the expert, the number
+        of the part, and the places of its neurons, which are there. Parts of an expert come in
+        their order, and are loaded in it. As `ExpertCache.visit`."""
+        rows = {e: parts[0] if len(parts) == 1 else np.concatenate(parts)
+                for e, parts in needed.items()}  # fmt: skip
         waiting, pinned = deque(needed), deque[int]()
+        left = {expert: deque(enumerate(parts)) for expert, parts in needed.items()}
         with self.copier.changed:
             for key in list(self._pinned):  # of a visit that was abandoned
                 self._unpin(key)
-            self._drop_stale(layer, needed)
-            self._count(layer, needed)
-            self._claim(layer, waiting, pinned, needed)
+            self._drop_stale(layer, rows)
+            self._count(layer, rows)
+            self._claim(layer, waiting, pinned, rows)
         if meanwhile is not None:
             meanwhile()
         while waiting or pinned:
             with self.copier.changed:
-                expert = self._next_ready(layer, waiting, pinned, needed)
-            yield expert, self.experts[layer, expert].places
+                expert = self._next_ready(layer, waiting, pinned, rows, left)
+            part, _ = left[expert].popleft()
+            yield expert, part, self.experts[layer, expert].places
+            if left[expert]:
+                continue
+            pinned.remove(expert)
             with self.copier.changed:
                 self._unpin((layer, expert))
-                self._claim(layer, waiting, pinned, needed)
+                self._claim(layer, waiting, pinned, rows)
                 self.start_prefetches()
 
-    def prefetch(self, layer: int, needed: Mapping[int, RowIndices]) -> None:
+    def prefetch(self, layer: int, wanted: Sequence[tuple[int, RowIndices]]) -> None:
         """Load these neurons of experts of `layer`, in their order, whenever the host link is idle,
         until the next call or the visit of that layer."""
         with self.copier.changed:
             self._prefetch_queue.clear()
-            for expert, rows in needed.items():
+            for expert, rows in wanted:
                 if (layer, expert) in self.experts and len(rows):
                     self._prefetch_queue.append(((layer, expert), rows))
             self.start_prefetches()
@@ -204,23 +221,24 @@ class NeuronPool:
         waiting: deque[int],
         pinned: deque[int],
         needed: Mapping[int, RowIndices],
+        left: Mapping[int, deque[tuple[int, RowIndices]]],
     ) -> int:
-        """The next expert whose neurons are all there; waits if there is none."""
+        """The next expert of which the next part is all there; waits if there is none."""
         began_s = None
         while True:
-            for expert in list(pinned):
-                target = self.experts[layer, expert]
-                missing = target.missing(needed[expert])
-                if not len(missing):
-                    pinned.remove(expert)
+            for expert in pinned:
+                target, (_, part) = self.experts[layer, expert], left[expert][0]
+                if target.has[part].all():
+                    target.awaited = None
                     if began_s is not None:
                         self.counts.stall_s += time.perf_counter() - began_s
                     return expert
+                target.awaited = part
                 if target.load is None:  # it has ended, and rows are still missing
                     error, target.error = target.error, None
                     if error is not None:
                         raise error
-                    self._load(target, missing, is_demand=True)
+                    self._load(target, target.missing(needed[expert]), is_demand=True)
             if not pinned:  # prefetches hold all places
                 for load in self.copier.prefetches:
                     if isinstance(load.slot, PooledExpert):

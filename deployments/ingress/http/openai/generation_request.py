@@ -38,7 +38,9 @@ class GenerationRequest(ShapeFields):
     sinks: int | None = sampling_field("sinks")
     window: int | None = sampling_field("window")
     roll: int | None = sampling_field("roll")
-    moe_mode: Literal["exact", "quantized", "sparse"] | None = sampling_field("moe_mode")
+    moe_mode: Literal["exact", "quantized", "sparse", "streamed"] | None = sampling_field(
+        "moe_mode"
+    )
     speculate: bool | None = sampling_field("speculate")
     n: int | None = Field(None, description="answers to each prompt; 1 to 8; default 1")
     priority: int | None = Field(
