@@ -25,6 +25,7 @@ from torch.nn.functional import pad, silu
 
 from penstock.kernels.cpu import native
 from penstock.kernels.cpu.arguments import NEURON_MLP
+from penstock.kernels.types import PartialSums
 
 BLOCK = 16  # neurons that the native library adds up in one chain: NEURONS in csrc/neurons.h
 NATIVE_FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}  # of rows, there
@@ -48,15 +49,6 @@ def _triton() -> NeuronBackend:
     from penstock.kernels.triton import neurons  # Triton is not installed on every machine
 
     return neurons
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialSums:
-    """Sums over neurons that come in several calls, which share `so_far`."""
-
-    so_far: Tensor  # fp32 [n, hidden], dense, in any state before the first call
-    begins: bool  # this is the first call
-    is_last: bool  # only this one writes `out`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

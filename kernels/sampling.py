@@ -9,8 +9,6 @@ sort in either; else plain PyTorch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -28,23 +26,7 @@ class SamplingBackend(Protocol):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor: ...
 
 
-_plain = 0  # blocks of `plain_pytorch` that are open
-
-
-@contextmanager
-def plain_pytorch() -> Iterator[None]:
-    """Within the block, all threads sample by plain PyTorch, with a sort: for comparisons."""
-    global _plain
-    _plain += 1
-    try:
-        yield
-    finally:
-        _plain -= 1
-
-
 def _backend(logits: Tensor) -> SamplingBackend:
-    if _plain:
-        return reference
     if logits.is_cuda:
         return _triton()
     is_native = native.usable(logits) is not None and logits.stride(1) == 1
@@ -58,11 +40,12 @@ def _triton() -> SamplingBackend:
     return sampling
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+def sample(logits: Tensor, rows: SamplingRows, *, is_fast: bool = True) -> Tensor:
     """One token id a row of `logits` fp32 [R, V]: int64 [R] on the same device.
 
+    `is_fast`: False: by plain PyTorch, with a sort, for comparisons.
     -1 where a row holds NaN or +inf, or nothing but -inf. On a GPU the host does not wait.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2
     assert rows.uniform.dtype == torch.float64 and rows.uniform.shape[0] == logits.shape[0]
-    return _backend(logits).sample(logits, rows)
+    return (_backend(logits) if is_fast else reference).sample(logits, rows)

@@ -289,3 +289,12 @@ class PackedLinear:
         num_outputs, num_inputs = weight.shape
         num_bytes, format = weight.numel() * weight.element_size(), FLOAT_FORMATS[weight.dtype]
         return cls(payload, bias, num_inputs, num_outputs, num_bytes, format, layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialSums:
+    """Sums over neurons that come in several calls, which share `so_far`."""
+
+    so_far: Tensor  # fp32 [n, hidden], dense, in any state before the first call
+    begins: bool  # this is the first call
+    is_last: bool  # only this one writes `out`

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, get_args
 from penstock.workers.errors import ConfigError
 from penstock.workers.hub_name import check_revision
 from penstock.workers.option_groups.adapters import AdapterOptions
+from penstock.workers.option_groups.batching import BatchOptions, Switch
 from penstock.workers.option_groups.device import DeviceOptions
 from penstock.workers.option_groups.speculation import SpeculationOptions
 from penstock.workers.settings import check_settings, option
@@ -23,7 +24,6 @@ Int8Group = Literal["32", "64", "128", "row"]
 Int4Group = Literal["16", "32", "64", "128"]
 Int4Activations = Literal["auto", "int8", "plain"]
 ContextPolicyName = Literal["full", "sink_window"]
-Switch = Literal["auto", "on", "off"]
 MoeMode = Literal["exact", "quantized", "sparse", "streamed"]
 MoeScore = Literal["gate", "up", "product"]
 
@@ -131,34 +131,6 @@ class ModelOptions:
     )
     seed: int = option(
         0, "seed for requests that bring none; the same seed and load give the same answers"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """What one engine step may hold, and how steps are launched."""
-
-    GROUP: ClassVar[str] = "batching"
-
-    max_num_seqs: int = option(64, "maximum sequences in one engine step", min=1)
-    max_num_batched_tokens: int = option(
-        2048, "maximum tokens of one engine step; longer prompts are prefilled in chunks", min=1
-    )
-    max_waiting: int = option(
-        1024, "maximum requests that wait on one worker; more are refused", min=1
-    )
-    merge_steps: bool = option(
-        True, "mixed batches: prefill and decode share a step; off: separate steps, for comparisons"
-    )
-    async_scheduling: Switch = option(
-        "auto",
-        "async scheduling: launch a step before the host has read the ids of the step before it, "
-        "so that host and device work at the same time (docs/design/engine.md); auto: on a GPU",
-    )
-    cuda_graphs: Switch = option(
-        "auto",
-        "run decode-only steps as CUDA graphs, captured at start for batches of 1, 2, 4, ... "
-        "sequences (docs/design/engine.md); auto: on a GPU, for models that allow it",
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common import record
-from benchmarks.common.server_process import started
+from penstock.deployments.bench.own_server import started
 from penstock.deployments.supervision.processes import descendants
 
 TIME = re.compile(r"^\w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ", re.M)

@@ -27,8 +27,8 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common.server_process import free_port
 from benchmarks.state.stores import redis_server
+from penstock.deployments.bench.own_server import free_port
 from penstock.deployments.supervision.processes import descendants, is_running
 
 TITLES = {

@@ -28,10 +28,11 @@ import torch
 import transformers
 
 from benchmarks.common import record
-from penstock.workers.config import EngineConfig, KvFormat, Switch, WeightFormat
+from penstock.workers.config import EngineConfig, KvFormat, WeightFormat
 from penstock.workers.engine.engine import Engine
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import build_random
+from penstock.workers.option_groups.batching import Switch
 from penstock.workers.request import Request, SamplingParams
 
 Prompts = Sequence[Sequence[int]]

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--book", default="emma", choices=data.HELDOUT_BOOKS)
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--window-tokens", type=int, default=16_384, help="for windows alone")
-    parser.add_argument("--caches", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--caches", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--rolls", type=int, nargs="+", default=[128, 1])
     parser.add_argument("--out", type=Path, help="write the result file")
     args = parser.parse_args()
@@ -78,7 +78,11 @@ def main() -> None:
             ).eval()
         )
         rows = []
+        context = min(args.tokens, scorer.engine.max_model_len - 1)
         jobs: list[tuple[str, Any, CachePolicy, list[int]]] = [
+            ("full", scorer, CachePolicy(""), ids[: context + 1])
+        ]
+        jobs += [
             (f"window {cache} alone, PyTorch", alone,
              CachePolicy("", 0, cache, 128, BLOCK_SIZE), ids[: args.window_tokens + 1])
             for cache in args.caches

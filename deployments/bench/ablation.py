@@ -1,7 +1,8 @@
 """`penstock bench ablate`: the server recipe, and what each of its parts brings.
 
 The same load is served with all parts and with each one left out, in turns and in one process, on
-the engine alone. Prompts are tokenized and answers detokenized, as in a server.
+the engine alone. Prompts are tokenized and answers detokenized, as in a server; served_ablation.py
+does it through servers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import dataclasses
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from penstock.deployments.bench.admission import Admission, Held, admission_of
 from penstock.deployments.bench.load import Job
-from penstock.kernels.sampling import plain_pytorch
 from penstock.workers.config import EngineConfig, KvFormat, WeightFormat
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
@@ -47,28 +46,35 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the recipe: its name, the recipe without it, and what was published for it."""
+    """One part of the recipe: its names, the recipe without it, and what was published for it."""
 
+    key: str  # on the command line
     name: str
     without: Recipe
     published: str
+    is_setting: bool = True  # of `penstock serve`; else it can be left out in one process only
 
 
 def parts_of(full: Recipe) -> list[Part]:
     """Each part of `full` left out. The published gains are those of the talk on PPL.LLM."""
     without = dataclasses.replace
+    pipeline = "10-20 %, pipeline"
     return [
-        Part("continuous batching", without(full, is_continuous=False), "+100 %, with merge step"),
-        Part("merge step", without(full, merges=False), "+100 %, with continuous batching"),
-        Part(f"KV {full.kv}", without(full, kv="auto"), "2x requests"),
-        Part(f"weights {full.weights}", without(full, weights="auto"), "about +100 %"),
-        Part("text beside the steps", without(full, is_pipelined=False), "10-20 %, pipeline"),
-        Part("async scheduling", without(full, plans_ahead=False), "10-20 %, pipeline"),
-        Part("chunked prefill", without(full, is_chunked=False), "shorter gaps, no rate"),
-        Part("fast sampling", without(full, samples_fast=False), "about +10 %"),
-        Part("prefix cache", without(full, caches_prefixes=False), "none"),
-        Part("predicted admission", without(full, admission="reserve_max"), "none"),
-    ]
+        Part("continuous", "continuous batching", without(full, is_continuous=False),
+             "+100 %, with merge step", is_setting=False),
+        Part("merge", "merge step", without(full, merges=False),
+             "+100 %, with continuous batching"),
+        Part("kv", f"KV {full.kv}", without(full, kv="auto"), "2x requests"),
+        Part("weights", f"weights {full.weights}", without(full, weights="auto"), "about +100 %"),
+        Part("text", "text beside the steps", without(full, is_pipelined=False), pipeline,
+             is_setting=False),
+        Part("async", "async scheduling", without(full, plans_ahead=False), pipeline),
+        Part("chunked", "chunked prefill", without(full, is_chunked=False),
+             "shorter gaps, no rate"),
+        Part("sampling", "fast sampling", without(full, samples_fast=False), "about +10 %"),
+        Part("prefix", "prefix cache", without(full, caches_prefixes=False), "none"),
+        Part("admission", "predicted admission", without(full, admission="reserve_max"), "none"),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +147,7 @@ def serve_once(
     gaps: list[float] = []
     began_s = time.perf_counter()
     try:
-        with nullcontext() if recipe.samples_fast else plain_pytorch():
-            most_running = _serve(driver, rule, tokenizer, calls, recipe, max_tokens, gaps)
+        most_running = _serve(driver, rule, tokenizer, calls, recipe, max_tokens, gaps)
     finally:
         driver.close()
     wall_s, after = time.perf_counter() - began_s, engine.stats()
@@ -209,20 +214,23 @@ def _serve(
 
 def engine_for(model: Decoder, config: EngineConfig, recipe: Recipe, longest_prompt: int) -> Engine:
     """A new engine with those parts of `recipe` that are engine settings."""
+    return Engine(config_of(config, recipe, longest_prompt), model)
+
+
+def config_of(config: EngineConfig, recipe: Recipe, longest_prompt: int) -> EngineConfig:
+    """`config` with those parts of `recipe` that are engine settings."""
     step_tokens = config.max_num_batched_tokens
     if not recipe.is_chunked:  # room for a whole prompt beside all that decode
         step_tokens = max(step_tokens, longest_prompt + config.max_num_seqs)
-    return Engine(
-        dataclasses.replace(
-            config,
-            weights=recipe.weights,
-            kv=recipe.kv,
-            merge_steps=recipe.merges,
-            max_num_batched_tokens=step_tokens,
-            async_scheduling="on" if recipe.plans_ahead else "off",
-            prefix_cache=recipe.caches_prefixes,
-        ),
-        model,
+    return dataclasses.replace(
+        config,
+        weights=recipe.weights,
+        kv=recipe.kv,
+        merge_steps=recipe.merges,
+        fast_sampling=recipe.samples_fast,
+        max_num_batched_tokens=step_tokens,
+        async_scheduling="on" if recipe.plans_ahead else "off",
+        prefix_cache=recipe.caches_prefixes,
     )
 
 
@@ -243,15 +251,16 @@ def ablate(
     calls: Sequence[Call],
     *,
     full: Recipe,
+    parts: Sequence[Part],
     rounds: int,
     max_tokens: int,
 ) -> Iterator[tuple[str, Run]]:
-    """(name, run) of the full recipe ("everything") and without each part, `rounds` times.
+    """(name, run) of the full recipe ("everything") and without each of `parts`, `rounds` times.
 
     `models(weights)`: the model in a number format. Every second round runs in reverse
     order, so that a machine that slows down favours no recipe.
     """
-    rows = [("everything", full), *((part.name, part.without) for part in parts_of(full))]
+    rows = [("everything", full), *((part.name, part.without) for part in parts)]
     longest_prompt = max(call.job.prompt_tokens for call in calls)
     longest = longest_prompt + max_tokens
     for number in range(rounds):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.neurons import PartialSums
+from penstock.kernels.types import PartialSums
 
 BLOCK = 16  # neurons of a program
 TILE = 128  # numbers of each row that it looks at together

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from penstock.kernels.cpu import native
 from penstock.kernels.neurons import (
-    PartialSums,
     PooledNeurons,
     dequantize_neurons,
     neuron_mlp,
     quantize_neurons,
 )
+from penstock.kernels.types import PartialSums
 from penstock.workers.experts.expert_file import copy_bytes
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

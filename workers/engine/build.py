@@ -222,7 +222,9 @@ def make_executor(
     if model.device.type == "cpu" and model.is_recordable:
         longest = -(-max_model_len // config.block_size) + num_scratch_blocks(config)
         replay = DecodeReplay(model, caches, config.max_sampled_rows, longest)
-    return Executor(model, caches, config.block_size, memory, replay)
+    return Executor(
+        model, caches, config.block_size, memory, replay, samples_fast=config.fast_sampling
+    )
 
 
 def _capture(

@@ -53,8 +53,12 @@ class Executor:
         block_size: int,
         memory: StepMemory,
         replay: DecodeReplay | None = None,
+        *,
+        samples_fast: bool = True,
     ):
+        """`samples_fast`: False: by plain PyTorch, with a sort."""
         self.model = model
+        self.samples_fast = samples_fast
         self.memory = memory
         self.kv_layers = kv_layers
         self.block_size = block_size
@@ -112,7 +116,7 @@ class Executor:
             hidden = torch.index_select(hidden, 0, last_rows, out=out)
         logits = self._logits(hidden)
         logits_s = clock()
-        sampled = sample(logits, step.rows)
+        sampled = sample(logits, step.rows, is_fast=self.samples_fast)
         sample_s = clock() - logits_s + prompts_s - hidden_s
         return StepOutput(
             sampled, prompt_logprobs, logits_s - prompts_s + hidden_s - began_s, sample_s, pooled
@@ -128,7 +132,8 @@ class Executor:
         began_s = clock()
         replay()
         logits_s = clock()
-        sampled = sample(self.memory.logits[: len(step.rows)], step.rows)
+        logits = self.memory.logits[: len(step.rows)]
+        sampled = sample(logits, step.rows, is_fast=self.samples_fast)
         return StepOutput(sampled, {}, logits_s - began_s, clock() - logits_s)
 
     @torch.inference_mode()

@@ -87,10 +87,11 @@ class SampledRows:
         return [Sampled(token_id, of_row.get(i)) for i, token_id in enumerate(ids)]
 
 
-def sample(logits: Tensor, rows: Seq[RowSampling]) -> SampledRows:
+def sample(logits: Tensor, rows: Seq[RowSampling], *, is_fast: bool = True) -> SampledRows:
     """One token for each row of `logits`, fp32 [rows, vocab], which may be changed in place.
 
-    The host does not wait for the device, unless an `edit` does.
+    `is_fast`: as for `sampling.sample`. The host does not wait for the device, unless an `edit`
+    does.
     """
     if logits.shape[0] != len(rows):
         raise InvariantError(f"{logits.shape[0]} rows of logits, {len(rows)} to be sampled")
@@ -101,7 +102,7 @@ def sample(logits: Tensor, rows: Seq[RowSampling]) -> SampledRows:
         if row.edit is not None:
             row.edit(logits[i])
     _ban(logits, rows)
-    ids = sampling.sample(logits, _parameters(rows))
+    ids = sampling.sample(logits, _parameters(rows), is_fast=is_fast)
     if not reported:
         return SampledRows(ids, to_host(ids), {}, None, [])
     num_top = [rows[i].num_logprobs or 0 for i in reported]

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.common import record
-from benchmarks.common.server_process import free_port
 from benchmarks.faults.findings.server import Finding
+from penstock.deployments.bench.own_server import free_port
 
 SERVE = (sys.executable, "-m", "penstock.deployments.cli", "serve", "builtin")
 # As `serve deploy` and KubeRay make it.

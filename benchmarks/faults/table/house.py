@@ -16,12 +16,12 @@ from typing import Any
 import grpc
 import httpx
 
-from benchmarks.common.server_process import free_port
 from benchmarks.faults.child import Child
 from benchmarks.faults.front_processes import GateProcess, IngressParts, IngressProcess
 from benchmarks.faults.table import inside
 from benchmarks.faults.table.rows import Seen
 from benchmarks.faults.worker_process import CONFIG, WorkerParts, WorkerProcess
+from penstock.deployments.bench.own_server import free_port
 from penstock.deployments.client import AsyncClient, ClientError
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.gate.types import GateSetup

@@ -22,10 +22,10 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common.server_process import free_port
 from benchmarks.faults.cluster import ENGINE_FLAGS, ClusterSetup, LiveCluster, live_cluster
 from benchmarks.faults.table.house import Streamed, over_grpc
 from benchmarks.faults.table.rows import Scale, Seen, row
+from penstock.deployments.bench.own_server import free_port
 from penstock.deployments.supervision.processes import descendants, is_running
 
 PROMPT = "It was a bright morning, and"

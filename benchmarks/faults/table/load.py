@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 
 from benchmarks.common.priority import precedence
-from benchmarks.common.server_process import free_port
 from benchmarks.faults.probe import HealthProbe
 from benchmarks.faults.table import inside
 from benchmarks.faults.table.house import BODY, House, Plan, house, over_grpc
 from benchmarks.faults.table.rows import Scale, Seen, row
+from penstock.deployments.bench.own_server import free_port
 from penstock.deployments.gate.types import GateSetup
 
 PROMPT = "It was a bright morning, and"

@@ -13,8 +13,8 @@ from typing import Any
 
 import redis
 
-from benchmarks.common.server_process import free_port
 from benchmarks.faults.table.rows import CannotInject
+from penstock.deployments.bench.own_server import free_port
 
 START_S = 20.0
 

@@ -26,6 +26,7 @@ examples:
   penstock bench ablate                                      on the built-in model
   penstock bench ablate ./my-checkpoint --num-requests 48 --output-len 32:256 --rounds 5
   penstock bench ablate --input-len 256:768 --shared-prefix 128 --max-num-batched-tokens 256
+  penstock bench ablate smollm2 --served                     servers, over HTTP
   penstock bench ablate --trace lengths.json --pool-share 0.25 --json out.json
 
 All requests are submitted at the start. The KV pool holds --pool-share of their tokens in the
@@ -163,6 +164,19 @@ def _add_ablate_flags(parser: argparse.ArgumentParser) -> None:
         default=3,
         metavar="N",
         help="rounds; the table has medians (default: 3)",
+    )
+    group.add_argument(
+        "--parts",
+        nargs="+",
+        metavar="PART",
+        help="only these: continuous, merge, kv, weights, text, async, chunked, sampling, prefix, "
+        "admission (default: all)",
+    )
+    group.add_argument(
+        "--served",
+        action="store_true",
+        help="through two `penstock serve` at a time, over HTTP; without the parts that are no "
+        "settings (continuous batching, text beside the steps)",
     )
     _add_step_flags(group)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import chain
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
-from penstock.deployments.bench.ablation import Recipe, Run, engine_for, parts_of
+from penstock.deployments.bench.ablation import Recipe, Run, config_of, engine_for, parts_of
+from penstock.deployments.bench.served_ablation import flags_of
 from penstock.deployments.cli.ablate import gain_of, t_975
-from penstock.deployments.cli.main import main
-from penstock.kernels import sampling
-from penstock.kernels.reference import sampling as reference
-from penstock.kernels.types import SamplingRows
+from penstock.deployments.cli.flags.serve import settings_given
+from penstock.deployments.cli.main import build_parser, main
+from penstock.deployments.config import config_from
 from penstock.workers.config import EngineConfig
 from penstock.workers.models.loader import load_model
 
@@ -64,26 +64,7 @@ def test_settings_reach_the_engine():
     late = [name for name, each in settings.items() if each.async_scheduling == "off"]
     assert late == ["async scheduling"]
     assert [name for name, each in settings.items() if not each.merge_steps] == ["merge step"]
-
-
-def test_plain_pytorch_samples_in_its_block_alone(monkeypatch):
-    used = []
-
-    def sample(*_):
-        used.append(1)
-        return torch.zeros(1)
-
-    monkeypatch.setattr(reference, "sample", sample)
-    one, none = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    rows = SamplingRows(inverse_temperature=one, top_k=none, top_p=one, min_p=none, uniform=none)
-    logits = torch.zeros(1, 7)
-    sampling.sample(logits, rows)
-    native = len(used)
-    with sampling.plain_pytorch():
-        sampling.sample(logits, rows)
-        assert len(used) == native + 1
-    sampling.sample(logits, rows)
-    assert len(used) == 2 * native + 1
+    assert [name for name, each in settings.items() if not each.fast_sampling] == ["fast sampling"]
 
 
 def test_the_command(tmp_path, capsys):
@@ -98,3 +79,45 @@ def test_the_command(tmp_path, capsys):
     assert {each["num_tokens"] for (each,) in runs.values()} == {24}
     assert runs["chunked prefill"][0]["num_steps"] < runs["everything"][0]["num_steps"]
     assert all(each["gap_p99_ms"] > 0 for (each,) in runs.values())
+
+
+FLAGS = ["--num-requests", "4", "--input-len", "40", "--output-len", "6", "--max-num-seqs", "4",
+         "--max-num-batched-tokens", "32", "--pool-share", "2", "--threads", "1",
+         "--no-progress"]  # fmt: skip
+
+
+def test_served(tmp_path, capsys):
+    """Two servers in turns: the load's tokens from both, and other prompts in each round."""
+    out = tmp_path / "out.json"
+    command = ["bench", "ablate", "builtin", "--served", "--parts", "prefix", *FLAGS]
+    assert main([*command, "--rounds", "2", "--json", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["without", "tokens/s"] and len(lines) == 2
+    pairs = json.loads(out.read_text())["pairs"]
+    assert list(pairs) == ["prefix cache"] and len(pairs["prefix cache"]) == 2
+    for run in chain(*pairs["prefix cache"]):
+        assert run["num_tokens"] == 24 and 0 < run["ttft_p50_ms"] < 1e3 * run["wall_s"]
+
+
+def test_parts_by_name(capsys):
+    """In one process, and those that no server can leave out."""
+    command = ["bench", "ablate", "builtin", *FLAGS, "--rounds", "1"]
+    assert main([*command, "--parts", "merge", "text"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:]] == ["merge step", "text beside the steps"]
+    assert main([*command, "--parts", "text", "--served"]) == 2
+    assert "--parts text: no part of a server has that name; they are: merge, kv" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_server_gets_each_part_as_a_flag():
+    """As its own configuration reads them."""
+    base = EngineConfig(kv_cache_gb=0.1, max_num_seqs=4, max_num_batched_tokens=32, threads=1)
+    for part in parts_of(Recipe()):
+        config = config_of(base, part.without, longest_prompt=100)
+        flags = flags_of(config, part.without)
+        served = config_from(
+            settings_given(build_parser().parse_args(["serve", "builtin", *flags]))
+        )
+        assert served.engine == config and served.admission == part.without.admission

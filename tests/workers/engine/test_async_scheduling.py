@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.workers.config import EngineConfig, Switch
+from penstock.workers.config import EngineConfig
 from penstock.workers.engine.build import wants_async_scheduling
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
@@ -23,6 +23,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.execution.executor import Executor
 from penstock.workers.execution.step import StepInFlight, StepOutput, prepare
 from penstock.workers.models.loader import load_model
+from penstock.workers.option_groups.batching import Switch
 from penstock.workers.request import Delta, FinishReason, Request, SamplingParams
 from penstock.workers.sampling.device_copy import Mark
 from tests.workers.checkpoints import make_checkpoint, random_prompt

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.neurons import PartialSums, PooledNeurons
+from penstock.kernels.neurons import PooledNeurons
+from penstock.kernels.types import PartialSums
 from penstock.workers.experts.expert_file import RowIndices
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.neurons.places import Places
