@@ -132,6 +132,7 @@ TABLES: dict[str, Table] = {
     "two-commits-path": Table(["two-commits/epyc-path"], commits.path),
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
     "ablation": Table(["ablation/epyc-zen4"], serving.ablation),
+    "ablation-served": Table(["ablation/epyc-zen4-served"], serving.served_ablation),
     "planner": Table(["planner/epyc-zen4"], serving.planner),
     "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),
     "simulate-overload": _simulated("overload", "x86-64-saturation"),

@@ -228,6 +228,26 @@ def ablation(result: Result) -> str:
     return markdown(head, rows)
 
 
+def served_ablation(result: Result) -> str:
+    """Each part left out of one server, beside another one that has all."""
+    head = (
+        *("without", "tokens/s", "with all", "gain of the part (95 % interval)"),
+        *("gap p99", "with all", "TTFT p50", "with all", "as published"),
+    )
+    rows = []
+    for row in result.figures["rows"]:
+        low, high = (f"{100 * bound:+.0f}" for bound in row["interval"])
+        gain = f"{100 * row['gain']:+.0f} % ({low} to {high})"
+        rates = [fixed(row[f"{of}tokens_per_s"]) for of in ("", "with_all_")]
+        times = [
+            fixed(row[of + name], 0, " ms")
+            for name in ("gap_p99_ms", "ttft_p50_ms")
+            for of in ("", "with_all_")
+        ]
+        rows.append((row["without"], *rates, gain, *times, row["published"]))
+    return markdown(head, rows)
+
+
 def planner(result: Result) -> str:
     """Predicted and measured decoding."""
     head = ("model", "weights", "batch", "predicted tokens/s", "measured tokens/s", "ratio")
