@@ -59,6 +59,10 @@ class Gate:
         self._last_pace_s = 0.03  # the same, when last there were any workers
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
+        # Looks at the queue cost most of a gate's CPU, and find nothing until something changes.
+        self._has_freed = self._has_arrived = False  # since the last look
+        self._is_blocked = False  # it left requests in the queue
+        self._looked_at = -math.inf
 
     def adopt(self, settings: GateSettings) -> None:
         """Other settings from now on; what waits and runs stays. `num_samples` stays."""
@@ -67,6 +71,7 @@ class Gate:
         self._admission.pressure.largest_s = settings.pressed_s
         self.queue.settings = settings.queue
         self._starts.prior_s = settings.start_s
+        self._has_freed = True
 
     def add_worker(self, spec: WorkerSpec) -> list[str]:
         """A worker, or a new epoch of one; returns what was admitted to the earlier epoch."""
@@ -75,6 +80,7 @@ class Gate:
             return []
         lost = self.remove_worker(spec.name)
         self.ledgers[spec.name], self._pace_s = Ledger(spec), None
+        self._has_freed = True
         self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
         return lost
 
@@ -84,7 +90,7 @@ class Gate:
         if ledger is None:
             return []
         self._placement.forget(ledger)
-        self._pace_s = None
+        self._pace_s, self._has_freed = None, True
         lost = self.running.worker_removed(ledger)
         if self.ledgers:
             self._capacity = sum(each.spec.capacity for each in self.ledgers.values())
@@ -116,6 +122,7 @@ class Gate:
         if request.generated:  # admitted once: it waits for room, and is not refused
             entry.returned = True
             self.queue.add(entry)
+            self._has_freed = True  # it goes first
             return None
         if self._admission.must_wake:
             self._starts.asked(now)
@@ -146,6 +153,7 @@ class Gate:
         if self._admission.must_wake:  # what is ahead is not what it will have waited for
             entry.predicted_wait = (wait, 0.0)
         self.queue.add(entry)
+        self._has_arrived = True
         return None
 
     def would_wait(self, request: GateRequest, length: LengthDistribution, now: float) -> float:
@@ -222,6 +230,7 @@ class Gate:
 
     def cancel(self, request_id: str, now: float) -> bool:
         """The client left; True if it waited (a running one ends with `finished`)."""
+        self._has_freed = True  # it may have been the first
         return self.queue.remove(request_id) is not None
 
     def started(self, request_id: str, now: float) -> None:
@@ -232,6 +241,7 @@ class Gate:
         """The worker had no room: the request waits again, ahead of others. False: it has not been
         predicted yet, and is offered as a new one."""
         entry = self.running.declined(request_id, now)
+        self._has_freed = True
         if entry is None:
             return False
         entry.returned = True
@@ -241,12 +251,13 @@ class Gate:
     def finished(self, request_id: str, generated: int, now: float) -> None:
         """An answer ended after `generated` tokens, for any reason: its memory is free."""
         self.running.finished(request_id, generated, now)
+        self._has_freed = True
 
     def report(self, worker: str, report: Report, now: float) -> None:
         """A worker lists what it runs. Reports of unregistered workers are ignored."""
         ledger = self.ledgers.get(worker)
         if ledger is not None:
-            self._pace_s = None
+            self._pace_s, self._has_freed = None, True
             self.running.report(ledger, report, now, self._sampler.from_report)
             if not ledger.is_draining:
                 self._starts.ready(now)
@@ -259,15 +270,27 @@ class Gate:
         for entry in self.queue.take_expired(now):
             outcomes.append(Expiry(entry.request_id, now - entry.arrived))
         outcomes.extend(self._admission.refuse_overlong(now))
-        self.running.expire(now)
+        self._has_freed |= bool(self.running.expire(now) or outcomes)
         if not len(self.queue):
-            self._placement.first_fits_at = None
+            self._placement.first_fits_at, self._is_blocked = None, False
             return outcomes
         if self._admission.must_wake:
             self._starts.asked(now)
-        if self.ledgers:
+        if self.ledgers and self._must_look(now):
+            self._has_freed = self._has_arrived = False
+            self._looked_at = now
             outcomes.extend(self._admission.admit(now))
+            self._is_blocked = len(self.queue) > 0
         return outcomes
+
+    def _must_look(self, now: float) -> bool:
+        """Whether a waiting request may fit that did not fit at the last look."""
+        looked_s, fits_at = now - self._looked_at, self._placement.first_fits_at
+        if self._has_freed or not self._is_blocked or looked_s >= self.settings.look_s:
+            return True
+        if fits_at is not None and now >= fits_at:  # as it was forecast then
+            return True
+        return self._has_arrived and looked_s >= self.settings.look_on_arrival_s
 
     def explain(self, now: float, limit: int = 32) -> list[Wait]:
         """Why the first `limit` requests wait, and until when. Changes nothing."""

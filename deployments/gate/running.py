@@ -130,13 +130,16 @@ class RunningRequests:
             if listed is not None and listed.worker == ledger.spec.name:
                 listed.state = State.RUNNING
 
-    def expire(self, now: float) -> None:
-        """Take back leases that ran out without a start, and refund them."""
+    def expire(self, now: float) -> int:
+        """Take back leases that ran out without a start, and refund them; how many."""
+        num = 0
         for ledger in self._ledgers.values():
             for name in ledger.expire(now):
+                num += 1
                 record = self._left(name, ledger)
                 if record is not None and record.entry is not None:
                     self._refund(record.entry)
+        return num
 
     def worker_removed(self, ledger: Ledger) -> list[str]:
         """Forget what only that worker had; returns the ids that had been admitted to it."""

@@ -14,6 +14,8 @@ import numpy as np
 
 from penstock.deployments.prediction.distribution import Ints
 
+LEAST = np.iinfo(np.int64).min
+
 
 def sampled_peaks(used: Ints, remaining: Ints) -> Ints:
     """Peaks of futures: used [n], remaining [n, samples] -> [samples].
@@ -47,11 +49,11 @@ class PeakIndex:
     def peaks_of(self, used: Ints, remaining: Ints, after: Ints) -> Ints:
         """Peaks for each of several answers, were it the one more.
 
-        used [c], remaining [c, samples], after [c] -> [c, samples]. Ends up to the candidate's own
-        find it there, with `used` and a token a step; later ends do not know of it; and its own end
-        is a new place where the peak may be. If it only comes `after` that many steps, it does not
-        meet what has ended by then, and the peaks are those from there on; -1: it comes now. One
-        pass over [c, n, samples], nothing is sorted.
+        used [c], remaining [c or 1, samples], after [c] -> [c, samples]. Ends up to its own find
+        the candidate there, with `used` and a token a step; later ends do not know of it; and its
+        own end is a new place where the peak may be. If it only comes `after` that many steps, it
+        does not meet what has ended by then, and the peaks are those from there on; -1: it comes
+        now. One pass over [c, n, samples], nothing is sorted.
         """
         start = np.maximum(after, 0)[:, None]
         used = used[:, None]
@@ -65,8 +67,8 @@ class PeakIndex:
         meets = ~is_later
         if after.max() >= 0:
             meets &= self.ends > after[:, None, None]
-        earlier = np.where(meets, self.joint, np.iinfo(np.int64).min)
-        earlier = np.maximum(earlier.max(axis=1, initial=np.iinfo(np.int64).min), first)
+        earlier = np.where(meets, self.joint, LEAST)
+        earlier = np.maximum(earlier.max(axis=1, initial=LEAST), first)
         peaks: Ints = np.maximum(np.maximum(later, own), earlier - first)
         return peaks
 

@@ -119,13 +119,12 @@ class SampledForecast:
             return None
         if self.admits(candidate):
             return 0
-        ends = np.unique(self.remaining)
-        if len(ends) == 0:
+        if self.remaining.size == 0:
             return None  # empty and yet not admitted: it has no slots
-        ends = ends[np.unique(np.linspace(0, len(ends) - 1, MAX_PROBES).astype(np.int64))]
+        ends = self._ends()
         low, high = 0, len(ends) - 1  # after the last end the worker is empty
         while low < high:
-            places = np.unique(np.linspace(low, high - 1, min(PROBES, high - low)).astype(np.int64))
+            places = _spread(low, high - 1, PROBES)
             holds = self._admits_after(ends[places], candidate)
             if not holds.any():
                 low = high if places[-1] == high - 1 else int(places[-1]) + 1
@@ -149,8 +148,7 @@ class SampledForecast:
         is_empty = ~num_alive.any(axis=1)
         if self._is_plain(candidate):
             used = np.full(len(steps), candidate.used)
-            remaining = np.broadcast_to(candidate.remaining, num_alive.shape)
-            peaks = self._sorted().peaks_of(used, remaining, steps)
+            peaks = self._sorted().peaks_of(used, candidate.remaining[None, :], steps)
             fits = order_statistic(peaks, self.level) <= self.limit
         else:
             fits = np.array([self._holds_after(each, candidate) for each in steps.tolist()])
@@ -166,6 +164,13 @@ class SampledForecast:
         peaks = held_peaks(*_joined(used, left, self.ceilings, candidate))
         return bool(order_statistic(peaks, self.level) <= self.limit)
 
+    def _ends(self) -> Ints:
+        """Up to MAX_PROBES of the moments at which an answer ends in some future, in order."""
+        ends = np.sort(self.remaining, axis=None)
+        ends = ends[np.flatnonzero(np.diff(ends, prepend=ends[0] - 1))]  # each once
+        found: Ints = ends[_spread(0, len(ends) - 1, MAX_PROBES)]
+        return found
+
     def _is_plain(self, candidate: Candidate) -> bool:
         """No answer here has a rolling cache."""
         if not self._plain:
@@ -180,6 +185,14 @@ class SampledForecast:
     def _grid(self) -> Ints:
         """[n, samples] of what is used now."""
         return np.broadcast_to(self.used[:, None], self.remaining.shape)
+
+
+def _spread(first: int, last: int, most: int) -> Ints:
+    """Up to `most` whole numbers from `first` to `last`, both included, evenly."""
+    num = min(most, last - first + 1)
+    if num == 1:
+        return np.array([first])
+    return first + np.arange(num) * (last - first) // (num - 1)
 
 
 def _joined(

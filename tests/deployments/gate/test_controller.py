@@ -637,3 +637,61 @@ def test_bad_settings(changes, named):
 def test_bad_requests(name, value):
     with pytest.raises(ValueError, match=name):
         GateRequest(**{"request_id": "a", "prompt_tokens": 1, name: value})
+
+
+def blocked_gate():
+    """A full worker, and a request that does not fit; when that one was looked at."""
+    gate = gate_with(100, look_s=0.25, look_on_arrival_s=0.03)
+    assert gate.offer(ask("a", 60), certain(30), 0.0) is None
+    assert [each.request_id for each in gate.tick(0.0)] == ["a"]
+    assert gate.offer(ask("b", 60), certain(30), 1.0) is None
+    assert gate.tick(1.0) == []
+    return gate
+
+
+def count_looks(gate, monkeypatch):
+    looks = []
+    admit = gate._admission.admit
+    monkeypatch.setattr(gate._admission, "admit", lambda now: (looks.append(now), admit(now))[1])
+    return looks
+
+
+def test_a_queue_is_looked_at_when_something_has_changed(monkeypatch):
+    """Not at each tick: nothing that is asked again says anything else."""
+    gate = blocked_gate()
+    looks = count_looks(gate, monkeypatch)
+    for at in np.arange(1.01, 1.25, 0.01).tolist():
+        assert gate.tick(at) == []
+    assert looks == []
+    gate.tick(1.25)
+    assert looks == [1.25], "after a while all the same: pressure and forecasts change with time"
+    assert gate.offer(ask("c", 60), certain(30), 1.26) is None
+    gate.tick(1.26)
+    gate.tick(1.28)
+    assert looks == [1.25, 1.28], "an arrival waits until the last look is old enough"
+    gate.finished("a", 30, 1.281)
+    assert [each.request_id for each in gate.tick(1.281)] == ["b"], "freed memory does not wait"
+
+
+@pytest.mark.parametrize("what", ["report", "cancel", "worker", "decline"])
+def test_what_frees_room_is_looked_at_at_once(what, monkeypatch):
+    gate = blocked_gate()
+    looks = count_looks(gate, monkeypatch)
+    if what == "report":
+        gate.report("w0", Report(1, 1, (Running("a", 1),), 0.03), 1.01)
+    elif what == "cancel":
+        gate.cancel("b", 1.01)
+        assert gate.offer(ask("c", 5), certain(5), 1.01) is None
+    elif what == "worker":
+        gate.add_worker(WorkerSpec("w1", 1, 100, 1, 64))
+    else:
+        gate.declined("a", 1.01)
+    gate.tick(1.01)
+    assert looks == [1.01]
+
+
+def test_an_arrival_at_an_empty_queue_does_not_wait():
+    gate = gate_with(1000)
+    for i, at in enumerate((0.0, 0.001, 0.002)):
+        assert gate.offer(ask(f"r{i}", 5), certain(5), at) is None
+        assert [each.request_id for each in gate.tick(at)] == [f"r{i}"]
