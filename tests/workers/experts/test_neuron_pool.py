@@ -219,5 +219,7 @@ def test_the_cache_is_parted_between_prompts_and_answers():
     assert split_for_neurons(3, slot, facts) == (2, INNER)
     assert split_for_neurons(10, slot, facts) == (2, 8 * slot // facts.row_bytes)
     assert split_for_neurons(80, slot, facts) == (10, 70 * slot // facts.row_bytes)
-    coded = dataclasses.replace(facts, copies="int4")
+    plain = dataclasses.replace(facts, copies="int4")  # for moe_mode quantized: not in the pool
+    assert split_for_neurons(10, slot, plain) == (2, 8 * slot // facts.row_bytes)
+    coded = dataclasses.replace(plain, packed_bytes=1024)
     assert split_for_neurons(10, slot, coded) == (2, 8 * slot // copy_bytes(64, "int4"))
