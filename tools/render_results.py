@@ -31,6 +31,7 @@ from tools.result_tables import (
     security,
     serving,
     speculation,
+    where,
 )
 
 PAGE = ROOT / "docs" / "benchmarks" / "results.md"
@@ -178,12 +179,16 @@ TABLES: dict[str, Table] = {
     "kv-formats": Table(["kv-formats/xeon-avx512"], memory.kv_formats),
     "kv-attention": Table(["kv-attention/xeon-avx512"], memory.kv_attention),
     "pressure": Table(["pressure/x86-64"], memory.pressure),
+    "memory-where": Table(["memory-where/epyc-zen4"], where.memory_where),
     "deferral-map": Table(["deferral-map/roofline"], memory.deferral_map),
     "streaming-quality": Table(["streaming-quality/xeon"], memory.streaming_quality),
     "streaming-quality-smollm2": Table(
         ["streaming-quality/xeon-avx512-smollm2"], memory.streaming_quality
     ),
-    "long-quality": Table(["streaming-quality/epyc-smollm2-engine"], memory.long_quality),
+    "long-quality": Table(
+        ["streaming-quality/epyc-smollm2-engine", "streaming-quality/epyc-smollm2-full"],
+        memory.long_quality,
+    ),
     "endless": Table(["endless/xeon-amx"], memory.endless),
     "second-turn": Table(["second-turn/xeon-amx-smollm2"], memory.second_turn),
     "expert-quality": Table(

