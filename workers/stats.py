@@ -124,7 +124,7 @@ class ExpertStats:
     num_withheld: int = 0  # layers without a prefetch because the host link was busy
     num_sparse_neurons: int = 0  # of the experts that tokens were routed to in moe_mode sparse
     num_skipped_neurons: int = 0  # of those, skipped
-    num_pooled_neurons: int = 0  # that the pool of moe_mode sparse has room for
+    num_pooled_neurons: int = 0  # that the pool of sparse and streamed answers has room for
     pool_bytes: int = 0
 
 

@@ -67,7 +67,7 @@ def table(worker: str, figures: Figures) -> Iterator[str]:
         yield f"  nothing prefetched for {figures['num_withheld']:,} layers: the host link was busy"
     if figures["num_pooled_neurons"]:
         yield (
-            f"  sparse: {figures['num_pooled_neurons']:,} neurons fit in the pool "
+            f"  neurons: {figures['num_pooled_neurons']:,} fit in the pool of answers "
             f"({figures['pool_bytes'] / 2**30:.2f} GiB)"
         )
     if figures["num_sparse_neurons"]:

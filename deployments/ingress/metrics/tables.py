@@ -155,7 +155,7 @@ EXPERT_GAUGES: tuple[tuple[str, str, _OfExperts], ...] = (
     ("penstock_expert_count", "Experts of all layers of the model.", lambda s: s.num_experts),
     (
         "penstock_expert_pooled_neurons",
-        "Neurons that the pool of moe_mode sparse has room for.",
+        "Neurons that the pool of moe_mode sparse and streamed has room for.",
         lambda s: s.num_pooled_neurons,
     ),
 )
