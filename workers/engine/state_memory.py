@@ -33,9 +33,15 @@ class StateMemory:
 
 
 def state_memory(config: EngineConfig, model: Decoder) -> StateMemory | None:
-    """None: the model has no recurrent states. Raises ConfigError where memory is short."""
+    """None: the model has no recurrent states. Raises ConfigError where memory is short, and for
+    slots that the model has no use for."""
     shape = model.config.linear_attention
     if shape is None or not model.config.has_states:
+        if config.num_state_slots is not None:
+            raise ConfigError(
+                "num_state_slots is for models with linear attention, and this one has none: leave "
+                "it out"
+            )
         return None
     layout = StateLayout(sum(model.config.linear_layers), shape, model.dtype)
     num_slots = config.num_state_slots or _num_slots(config, layout, model.device)

@@ -167,3 +167,9 @@ def test_the_slots_are_part_of_the_memory_for_the_kv_cache(model):
     assert 0.25 * 0.002 * 2**30 < state_bytes <= 0.5 * 0.002 * 2**30
     assert engine.arena.num_bytes + state_bytes <= 0.002 * 2**30
     assert stats.num_block_bytes == 2 * 16 * 2 * 24 * 4, "of one layer with K and V"
+
+
+def test_slots_of_a_model_without_states_are_refused():
+    plain = load_model(str(make_checkpoint("llama")), weights="fp32", progress=False)
+    with pytest.raises(ConfigError, match="num_state_slots is for models with linear attention"):
+        make_engine(plain, num_state_slots=6)
