@@ -20,9 +20,9 @@ Clamp = tuple[float, float]  # alpha and limit of `swiglu`
 Expert = tuple[PackedLinear, PackedLinear]  # gate_up [2I, d] and down [d, I]
 # An expert that has tokens, or the neurons that each of them, in their order, uses of it.
 Visited = tuple[int, Expert | PooledNeurons]
-# Given the ids of the experts that have tokens, yields each once, in an order of its choice; neurons
-# of one may come in several parts (`PartialSums`). What was yielded is used only until the next is
-# requested.
+# Given the ids of the experts that have tokens, yields each once, in an order of its choice; the
+# neurons of one may come in several parts (`PartialSums`). What was yielded is used only until the
+# next is requested.
 Visit = Callable[[list[int]], Iterator[Visited]]
 # Given the outputs of all routes [T * k, d], grouped by expert, and the row at which each expert's
 # end: fills in those of experts that were not visited.
