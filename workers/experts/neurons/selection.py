@@ -1,9 +1,8 @@
 """The neurons that rows of a step take from the pool, of each expert of a layer: which, and where.
 
 A row of `moe_mode: sparse` takes those that are selected for it. A row of `streamed` takes them
-first and then all others, in PIECES, each as soon as it has been copied: what has come is computed
-while the next piece comes. The sums are added in that order, whatever was there before; so a result
-is of the row alone.
+first and then all others: what is selected is computed while the others are copied. The two sums
+are added in that order, whatever was there before; so a result is of the row alone.
 
 Such a row asks for the id E + e in place of expert e of E: rows that take neurons from the pool and
 rows that take whole experts are multiplied apart.
@@ -27,8 +26,6 @@ from penstock.workers.experts.neurons.places import Places
 from penstock.workers.experts.neurons.pool import NeuronPool
 from penstock.workers.experts.neurons.scores import NeuronSelector
 
-PIECES = 4  # of an expert, in which neurons that were not selected come
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectedExpert:
@@ -49,14 +46,10 @@ class SelectedExpert:
         cls, kept: npt.NDArray[np.bool_], hidden: int, device: torch.device
     ) -> SelectedExpert:
         """Those `kept` [rows, inner], then the others."""
-        num_rows, inner = kept.shape
-        all_kept = np.any(kept, axis=0)
-        by_token = [[np.flatnonzero(mask) for mask in kept]]
-        parts = [np.flatnonzero(all_kept)]
-        for piece in np.array_split(np.arange(inner), PIECES):
-            by_token.append([piece[~mask[piece]] for mask in kept])
-            parts.append(piece[~all_kept[piece]])
-        return cls(by_token, parts, torch.empty(num_rows, hidden, device=device))
+        by_token = [[np.flatnonzero(mask == is_kept) for mask in kept] for is_kept in (True, False)]
+        any_kept = np.any(kept, axis=0)
+        parts = [np.flatnonzero(any_kept), np.flatnonzero(~any_kept)]
+        return cls(by_token, parts, torch.empty(len(kept), hidden, device=device))
 
     def pooled(self, part: int, places: Places, pool: NeuronPool) -> PooledNeurons:
         """One part; `places`: those of the expert's neurons in `pool`."""
