@@ -199,7 +199,7 @@ def test_streamed_uses_all_neurons(name, thresholds):
     got = teacher_forced(model, ids, "streamed", PROMPT)
     model.routed.close()
     exact = teacher_forced(plain(name), ids, "exact", PROMPT)
-    torch.testing.assert_close(got, exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, exact, atol=5e-5, rtol=1e-5)
     assert torch.equal(got[:PROMPT], exact[:PROMPT])
     assert not torch.equal(got[PROMPT:], exact[PROMPT:]), "nothing came from the pool"
 
