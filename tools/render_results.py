@@ -200,6 +200,7 @@ TABLES: dict[str, Table] = {
     "expert-auto": Table(["expert-speed/epyc-auto"], memory.expert_speed),
     "expert-neurons": Table(["expert-speed/epyc-neurons"], memory.expert_speed),
     "expert-many": Table(["expert-speed/epyc-64", "expert-speed/epyc-128"], memory.expert_speed),
+    "expert-many-late": Table(["expert-speed/epyc-128-late"], memory.expert_speed),
     "expert-formats": Table(["expert-speed/epyc-formats"], memory.expert_formats),
     "expert-compact": Table(["expert-compact/epyc-zen4"], memory.expert_compact),
 }
