@@ -19,7 +19,9 @@ NUM_NEW, CHUNK = 30, 16
 SHORT, LONG = random_prompt(5, 1), random_prompt(70, 2)
 
 
-def serve(name: str, **settings: Any) -> tuple[list[tuple[int, int]], dict[str, list[int]]]:
+def serve(
+    name: str, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[list[tuple[int, int]], dict[str, list[int]]]:
     """Decode rows and prompt rows of each forward pass, and the ids by request: a long prompt comes
     while another answer is under way."""
     model = load_model(make_checkpoint(name), weights="fp32", progress=False)
@@ -32,7 +34,7 @@ def serve(name: str, **settings: Any) -> tuple[list[tuple[int, int]], dict[str, 
         passes.append((inputs.num_decode, len(inputs.slots) - inputs.num_decode))
         return run_layers(inputs, *args, **kwargs)
 
-    model.run_layers = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(model, "run_layers", watched)
     params = SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
     engine.add(Request("short", tuple(SHORT), params))
     ids: dict[str, list[int]] = {"short": []}
@@ -47,8 +49,8 @@ def serve(name: str, **settings: Any) -> tuple[list[tuple[int, int]], dict[str, 
 
 
 @pytest.mark.parametrize("name", ["llama", "olmoe"])
-def test_a_prompt_joins_those_that_decode(name):
-    passes, ids = serve(name)
+def test_a_prompt_joins_those_that_decode(name, monkeypatch):
+    passes, ids = serve(name, monkeypatch)
     mixed = [each for each in passes if all(each)]
     assert mixed[:-1] == [(1, CHUNK - 1)] * 4, "chunks of the prompt fill the steps"
     assert len(mixed) == 5 and sum(rows for _, rows in mixed) == len(LONG)
@@ -59,7 +61,7 @@ def test_a_prompt_joins_those_that_decode(name):
     assert ids == want
 
 
-def test_apart_no_step_is_mixed():
-    passes, ids = serve("llama", merge_steps=False)
+def test_apart_no_step_is_mixed(monkeypatch):
+    passes, ids = serve("llama", monkeypatch, merge_steps=False)
     assert passes and not any(all(each) for each in passes)
-    assert ids == serve("llama")[1]
+    assert ids == serve("llama", monkeypatch)[1]
