@@ -116,32 +116,3 @@ def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:
     to_come = (sums[-1] - np.take_along_axis(sums, stopped, 0)) - (num - stopped) * ends
     peaks: Ints = (held - to_come).max(axis=0)
     return peaks
-
-
-def swept_peak(used: Ints, remaining: Ints, delay: Ints, ceiling: Ints) -> int:
-    """The peak of one future, [n] each, where answers start late or stop growing.
-
-    Called by tests only so far: for requests whose chunked prefill waits, which the admission rule
-    takes to grow at once (docs/design/gate.md, Limits).
-
-    `delay`: steps until the first token (a prefill that waits or is chunked), its memory held from
-    now on. `ceiling`: tokens that a rolling cache (sinks and window) never exceeds; what is used
-    already stays. Events in the order of time: growth begins, growth ends, the answer ends.
-    """
-    growth = np.maximum(0, np.minimum(remaining, ceiling - used))
-    times = np.concatenate((delay, delay + growth, delay + remaining))
-    kinds = np.repeat([0, 1, 2], len(used))
-    index = np.tile(np.arange(len(used)), 3)
-    total = peak = int(used.sum())
-    slope = now = 0
-    for j in np.lexsort((kinds, times)).tolist():
-        total += slope * (int(times[j]) - now)
-        now = int(times[j])
-        if kinds[j] == 0:
-            slope += 1
-        elif kinds[j] == 1:
-            slope -= 1
-        else:
-            peak = max(peak, total)
-            total -= int(used[index[j]] + growth[index[j]])
-    return peak

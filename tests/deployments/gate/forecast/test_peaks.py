@@ -10,7 +10,6 @@ from penstock.deployments.gate.forecast.peaks import (
     held_peaks,
     index_of,
     sampled_peaks,
-    swept_peak,
 )
 
 FOREVER = 10**9
@@ -70,15 +69,6 @@ def test_one_more_answer_costs_no_new_sort(pairs, used, seed):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(answer, max_size=7))
-def test_swept_peak(answers):
-    columns = [np.array(column, np.int64) for column in zip(*answers)] or [
-        np.zeros(0, np.int64)
-    ] * 4
-    assert swept_peak(*columns) == walked_peak(answers)
-
-
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(answer, min_size=3, max_size=3), max_size=7), st.integers(0, 60))
 def test_peaks_of_answers_that_stop_growing(rows, ceiling):
     """Three futures at once; an answer's ceiling is the same in all of them."""
@@ -90,10 +80,3 @@ def test_peaks_of_answers_that_stop_growing(rows, ceiling):
         for s in range(3)
     ]
     assert held_peaks(used, remaining, ceilings).tolist() == expected
-
-
-def test_sweep_is_the_formula_where_nothing_waits_or_rolls():
-    rng = np.random.default_rng(0)
-    used, remaining = rng.integers(0, 3000, 63), rng.integers(0, 900, (63, 1))
-    swept = swept_peak(used, remaining[:, 0], np.zeros(63, int), np.full(63, FOREVER))
-    assert swept == sampled_peaks(used, remaining)[0]
