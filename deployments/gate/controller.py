@@ -59,7 +59,8 @@ class Gate:
         self._last_pace_s = 0.03  # the same, when last there were any workers
         self._capacity = 1 << 16  # of all workers, when last there were any
         self._displaced: list[Refusal] = []
-        # Looks at the queue cost most of a gate's CPU, and find nothing until something changes.
+        # Looks at a long queue cost most of a gate's CPU, and seldom find anything until something
+        # has changed.
         self._has_freed = self._has_arrived = False  # since the last look
         self._is_blocked = False  # it left requests in the queue
         self._looked_at = -math.inf
@@ -284,7 +285,10 @@ class Gate:
         return outcomes
 
     def _must_look(self, now: float) -> bool:
-        """Whether a waiting request may fit that did not fit at the last look."""
+        """Whether a waiting request may fit that did not fit at the last look. In a short queue
+        each request counts: forecasts change with every step, if little."""
+        if len(self.queue) <= self.settings.short_queue:
+            return True
         looked_s, fits_at = now - self._looked_at, self._placement.first_fits_at
         if self._has_freed or not self._is_blocked or looked_s >= self.settings.look_s:
             return True

@@ -66,10 +66,11 @@ class GateSettings:
     lease_s: float = 2.0  # a grant without a start by then is taken back
     # For each worker, later requests admitted before a first one that does not fit.
     max_backfills: int = 8
-    # Between looks at the queue while its first request does not fit and nothing has been freed;
-    # and after an arrival.
+    # Between looks at a queue of more than `short_queue` requests while the first one does not fit
+    # and nothing has been freed; and after an arrival. Shorter ones are looked at at each tick.
     look_s: float = 0.25
     look_on_arrival_s: float = 0.03
+    short_queue: int = 8
     longest_wait_s: float = math.inf  # a longer predicted wait is refused at once
     retry_s: tuple[float, float] = (1.0, 60.0)  # bounds of Retry-After
     may_wake: bool = False  # without a worker, requests wait for one that is started for them

@@ -641,7 +641,7 @@ def test_bad_requests(name, value):
 
 def blocked_gate():
     """A full worker, and a request that does not fit; when that one was looked at."""
-    gate = gate_with(100, look_s=0.25, look_on_arrival_s=0.03)
+    gate = gate_with(100, look_s=0.25, look_on_arrival_s=0.03, short_queue=0)
     assert gate.offer(ask("a", 60), certain(30), 0.0) is None
     assert [each.request_id for each in gate.tick(0.0)] == ["a"]
     assert gate.offer(ask("b", 60), certain(30), 1.0) is None
@@ -690,8 +690,19 @@ def test_what_frees_room_is_looked_at_at_once(what, monkeypatch):
     assert looks == [1.01]
 
 
+def test_a_short_queue_is_looked_at_at_each_tick(monkeypatch):
+    gate = gate_with(100, short_queue=2)
+    assert gate.offer(ask("a", 60), certain(30), 0.0) is None
+    gate.tick(0.0)
+    looks = count_looks(gate, monkeypatch)
+    for i, at in enumerate((0.01, 0.02, 0.03)):
+        assert gate.offer(ask(f"b{i}", 60), certain(30), at) is None
+        gate.tick(at)
+    assert looks == [0.01, 0.02]
+
+
 def test_an_arrival_at_an_empty_queue_does_not_wait():
-    gate = gate_with(1000)
+    gate = gate_with(1000, short_queue=0)
     for i, at in enumerate((0.0, 0.001, 0.002)):
         assert gate.offer(ask(f"r{i}", 5), certain(5), at) is None
         assert [each.request_id for each in gate.tick(at)] == [f"r{i}"]

@@ -35,7 +35,7 @@ def test_a_worker_that_does_not_come_is_named_with_the_remedy(longest_wait_s):
     assert gate.offer(ask("a", tokenizer="bb22"), certain(40), 0.0) is None
     patience_s = min(30.0, longest_wait_s)
     assert gate.tick(patience_s - 0.1) == []
-    (refusal,) = gate.tick(patience_s + 0.3)
+    (refusal,) = gate.tick(patience_s + 0.1)
     assert isinstance(refusal, Refusal) and refusal.reason == "no_worker"
     assert "digest bb22, not aa11" in refusal.message
     assert "compare them" in refusal.message and "KV tokens" not in refusal.message
