@@ -24,7 +24,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,7 @@ from penstock.workers.memory.copier import CopyThread
 from penstock.workers.memory.restore import MODES
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
-from penstock.workers.request import Request, SamplingParams
+from penstock.workers.request import Delta, Request, SamplingParams
 from penstock.workers.scheduling import swap
 from penstock.workers.scheduling.deferral import num_scratch_blocks
 
@@ -114,7 +114,12 @@ def requests_of(load: PressureLoad, args: argparse.Namespace, number: int) -> li
     return found
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+def run(
+    engine: Engine,
+    requests: Sequence[Request],
+    on_delta: Callable[[Delta], object] = lambda _: None,
+) -> dict[str, list[int]]:
+    """Serve `requests`, all at once; their ids."""
     ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -122,6 +127,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
         for delta in engine.step():
             assert delta.error is None, delta
             ids[delta.request_id] += delta.token_ids
+            on_delta(delta)
     engine.check()
     return ids
 

@@ -27,7 +27,13 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.common import record
-from benchmarks.memory.pressure import NUM_PROMPTS, PROMPT_LEN, break_even_bytes_per_s, measure_link
+from benchmarks.memory.pressure import (
+    NUM_PROMPTS,
+    PROMPT_LEN,
+    break_even_bytes_per_s,
+    measure_link,
+    run,
+)
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.decoder import Decoder
@@ -72,16 +78,11 @@ def serve(model: Decoder, gb: float, mode: str, load: Sequence[Request]) -> dict
         threads=1,
     )
     engine = Engine(config, model)
-    ids: dict[str, list[int]] = {each.request_id: [] for each in load}
     first_s: dict[str, float] = {}
     began_s = time.perf_counter()
-    for each in load:
-        engine.add(each)
-    while engine.has_work():
-        for delta in engine.step():
-            assert delta.error is None, delta
-            ids[delta.request_id] += delta.token_ids
-            first_s.setdefault(delta.request_id, time.perf_counter() - began_s)
+    ids = run(
+        engine, load, lambda d: first_s.setdefault(d.request_id, time.perf_counter() - began_s)
+    )
     seconds, stats = time.perf_counter() - began_s, engine.stats()
     engine.close()
     return {

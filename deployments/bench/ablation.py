@@ -78,19 +78,25 @@ def parts_of(full: Recipe) -> list[Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """The result of one load. `tokens_per_s` counts generated tokens up to the wanted lengths."""
+class LoadTime:
+    """How long one load took. `tokens_per_s` counts generated tokens up to the wanted lengths."""
 
     wall_s: float
     num_tokens: int
-    most_running: int
-    num_preemptions: int
-    num_steps: int
-    gap_p99_ms: float  # between the tokens of a request
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run(LoadTime):
+    """The result of one load."""
+
+    most_running: int
+    num_preemptions: int
+    num_steps: int
+    gap_p99_ms: float  # between the tokens of a request
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.deployments.bench.ablation import Part, Recipe, config_of
+from penstock.deployments.bench.ablation import LoadTime, Part, Recipe, config_of
 from penstock.deployments.bench.figures import Slo, figures_of
 from penstock.deployments.bench.open_loop import BenchCall, run_load
 from penstock.deployments.bench.own_server import Server, started
@@ -23,17 +23,11 @@ MakeCalls = Callable[[int], list[BenchCall]]  # those of a round: other texts, t
 
 
 @dataclass(frozen=True, slots=True)
-class ServedRun:
-    """The result of one load. `tokens_per_s` counts generated tokens up to the wanted lengths."""
+class ServedRun(LoadTime):
+    """The result of one load."""
 
-    wall_s: float
-    num_tokens: int
     ttft_p50_ms: float
     gap_p99_ms: float  # between the tokens of a request
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.wall_s
 
 
 def ablate_served(

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from penstock.deployments.bench import report
 from penstock.deployments.bench.ablation import (
     Call,
+    LoadTime,
     Part,
     Recipe,
     Run,
@@ -203,9 +204,7 @@ def table(parts: Sequence[Part], runs: Mapping[str, Sequence[Run]]) -> str:
     return "\n".join(aligned(rows))
 
 
-def gain_of(
-    full: Sequence[Run | ServedRun], without: Sequence[Run | ServedRun]
-) -> tuple[float, float, float]:
+def gain_of(full: Sequence[LoadTime], without: Sequence[LoadTime]) -> tuple[float, float, float]:
     """How much faster `full` is than the runs `without` a part, as a share, and the bounds of the
     95 % confidence interval: of the mean logarithm of the rounds' ratios, by Student's t. The
     bounds are those of the rounds themselves where there are fewer than three."""
@@ -232,7 +231,7 @@ def t_975(freedom: int) -> float:
     return z + sum(terms)
 
 
-def _median(runs: Sequence[Run | ServedRun], name: str) -> float:
+def _median(runs: Sequence[LoadTime], name: str) -> float:
     return statistics.median(getattr(run, name) for run in runs)
 
 
