@@ -21,6 +21,7 @@ from penstock.workers.engine.draft import load_draft
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.group.far import FarRanks
 from penstock.workers.engine.group.leader import Leader
+from penstock.workers.engine.group.pinning import pinned
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
@@ -75,8 +76,11 @@ def load_engine(
                 settings = settings_in_group(config, experts)
             transport = transport_of(device, is_far=far is not None)
             leader = Leader(config, folder, device, transport, far, experts)
+        shared = config.cores
+        config = pinned(config, device, 0)
+        own_cores = None if config.cores == shared else config.cores
         try:
-            with named_shortages(config.model, device):
+            with named_shortages(config.model, device), kept_to(own_cores):
                 model = load_configured(
                     config,
                     folder,

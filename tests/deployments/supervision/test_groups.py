@@ -16,13 +16,11 @@ from functools import partial
 import psutil
 import pytest
 
-from penstock.deployments import app
 from penstock.deployments.client import AsyncClient
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.supervision.view import ClusterView
 from tests.deployments.clusters import ENGINE, await_view, generate, running
 from tests.deployments.ports import free_port
-from tests.deployments.supervision.impatient import ImpatientReplica
 
 NUM, TOKENS = 6, 200
 
@@ -56,8 +54,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.mark.timeout(280)
-def test_a_rank_that_dies_or_hangs_costs_no_token(monkeypatch):
-    monkeypatch.setattr(app, "WorkerReplica", ImpatientReplica)
+def test_a_rank_that_dies_or_hangs_costs_no_token():
     engine = dataclasses.replace(ENGINE, tensor_parallel_size=2, threads=2, num_blocks=400)
     config = ServeConfig(
         engine=engine, http_port=free_port(), grpc_port=free_port(), num_workers=2,

@@ -26,6 +26,8 @@ from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.far import LOOPBACK, dial, interface_of
+from penstock.workers.engine.group.peer import Pulse
+from penstock.workers.engine.group.pinning import pinned
 from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.sizing import step_memory
@@ -49,15 +51,15 @@ def follow(peer: socket.socket) -> None:
     if kind != wire.SETTINGS:
         raise wire.PeerGone(f"a message of kind {kind} before the settings")
     settings = json.loads(contents)
-    config = EngineConfig(**settings["config"])
-    if config.cores is not None:  # those of all ranks, before this thread starts others
+    device = settings["device"]
+    config = pinned(EngineConfig(**settings["config"]), device, settings["place"])
+    if config.cores is not None:  # before this thread starts others
         keep_to(config.cores)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     rank = Rank(**{**settings["rank"], "sizes": ExchangeSizes(**settings["rank"]["sizes"])})
-    device = settings["device"]
     if device == "cuda":
-        torch.cuda.set_device(settings["gpu"])
+        torch.cuda.set_device(settings["place"])
     try:
         folder = Path(settings["folder"]) if settings["folder"] else verified_folder(config)
         with named_shortages(config.model, device):
@@ -68,10 +70,11 @@ def follow(peer: socket.socket) -> None:
                 config, folder, device, progress=False, experts=experts, rank=rank
             )
     except Exception as error:
-        wire.send(peer, -1, str(error).encode())
+        wire.send(peer, wire.FAILED, str(error).encode())
         raise
     assert isinstance(model, ShardDecoder)
-    wire.send_json(peer, wire.READY, model.weights.num_bytes)
+    pulse = Pulse(peer)
+    pulse.send(wire.READY, str(model.weights.num_bytes).encode())
     executor: Executor | None = None
     host: Tensor | None = None
     while True:
@@ -83,10 +86,10 @@ def follow(peer: socket.socket) -> None:
         elif kind == wire.MEMORY:
             executor = _executor(config, model, *json.loads(contents))
             arena = executor.memory.arena
-            wire.send_json(peer, wire.READY, arena.num_blocks * arena.layout.block_bytes)
+            pulse.send(wire.READY, str(arena.num_blocks * arena.layout.block_bytes).encode())
         elif kind == wire.HOST and executor is not None:
             host = _host_memory(executor, int.from_bytes(contents, "little"))
-            wire.send_json(peer, wire.READY, host.nbytes)
+            pulse.send(wire.READY, str(host.nbytes).encode())
         elif kind in (wire.STORE, wire.LOAD) and executor is not None and host is not None:
             _copy(executor, host, kind, contents)
         elif kind == wire.CONNECT:

@@ -1,18 +1,15 @@
 """The first rank's side of a group: starts the other ranks and sends them each step.
 
-If one of them ends, this process ends, too: Ray Serve then replaces the worker, and with it the
-whole group.
+If one of them ends or hangs, this process ends, too: Ray Serve then replaces the worker, and with
+it the whole group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,8 +20,8 @@ from torch import Tensor
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
+from penstock.workers.engine.group.peer import Peer
 from penstock.workers.engine.group.process import RankProcess, end_with_group
-from penstock.workers.errors import LoadError
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
@@ -32,8 +29,6 @@ from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
-
-WATCH_S = 1.0
 
 
 class Leader:
@@ -65,17 +60,16 @@ class Leader:
         self.rank = Rank(0, num_ranks, transport, sizes, descriptor, meeting, num_stages)
         for divides in (self.rank.shard_of, self.rank.stage_of):
             divides(model)  # else this is the place to say so
-        self._peers: list[socket.socket] = []
+        self._peers: list[Peer] = []
         self._processes: list[RankProcess] = []
         self._far = far
         self._weight_bytes: list[int] = []  # of all ranks
         self._model: ShardDecoder | None = None
-        self._is_closing = False
         manifest = None if experts is None else experts.to_json()
         settings = {"config": asdict(config), "device": device, "experts": manifest}
         num_here = self.rank.num_all // (1 if far is None else far.num_machines)
         for number in range(1, num_here):
-            here = {**settings, "folder": str(folder), "gpu": number}
+            here = {**settings, "folder": str(folder), "place": number}
             self._start({**here, "rank": asdict(replace(self.rank, number=number))})
         if far is not None:
             self._start_far(far, num_here, settings)
@@ -86,8 +80,7 @@ class Leader:
         Raises LoadError if one of them cannot load.
         """
         self._weight_bytes = [model.weights.num_bytes, *self._await_ready()]
-        for peer in self._peers:
-            wire.send(peer, wire.CONNECT)
+        self._send_all(wire.CONNECT)
         model.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
@@ -95,15 +88,14 @@ class Leader:
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
-        for number in range(len(self._processes) + 1, self.rank.num_all):
-            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
+        for peer in self._peers:
+            peer.watch(end_with_group)
 
     def close(self) -> None:
-        self._is_closing = True
         for process in self._processes:
             process.is_vital = False
         for peer in self._peers:
-            peer.close()  # a rank that waits for a message ends
+            peer.close()
         for process in self._processes:
             process.end()
         for machine in () if self._far is None else self._far.machines:
@@ -120,43 +112,35 @@ class Leader:
         arguments = (str(os.getpid()), str(theirs.fileno()))
         self._processes.append(RankProcess(*arguments, descriptors=inherited))
         theirs.close()
-        wire.send_json(mine, wire.SETTINGS, settings)
-        self._peers.append(mine)
+        self._add(mine, settings, is_here=True)
 
     def _start_far(self, far: FarRanks, num_each: int, settings: dict[str, Any]) -> None:
         """Those of other machines find the model themselves, where they have it."""
         reception = Reception(far.host)
         try:
             for machine in far.machines:
-                for gpu in range(num_each):
+                for place in range(num_each):
                     machine.start(reception.address, reception.secret)
-                    peer = reception.accept()
-                    number = len(self._peers) + 1
-                    rank = asdict(replace(self.rank, number=number))
-                    wire.send_json(
-                        peer, wire.SETTINGS, {**settings, "folder": "", "gpu": gpu, "rank": rank}
-                    )
-                    self._peers.append(peer)
+                    connection = reception.accept()
+                    rank = asdict(replace(self.rank, number=len(self._peers) + 1))
+                    there = {**settings, "folder": "", "place": place, "rank": rank}
+                    self._add(connection, there, is_here=False)
         except BaseException:
             self.close()
             raise
         finally:
             reception.close()
 
-    def _watch(self, number: int) -> None:
-        """End this process with a rank of another machine, which says little once it has loaded."""
-        with contextlib.suppress(OSError):
-            while self._peers[number - 1].recv(1, socket.MSG_PEEK):
-                time.sleep(WATCH_S)  # its answer to a change of memory, which is read elsewhere
-        if not self._is_closing:
-            end_with_group(f"rank {number} of this worker's group, on another machine, has ended")
+    def _add(self, connection: socket.socket, settings: dict[str, Any], *, is_here: bool) -> None:
+        peer = Peer(len(self._peers) + 1, connection, is_here=is_here)
+        self._peers.append(peer)
+        peer.send(wire.SETTINGS, json.dumps(settings).encode())
 
     def _end_all(self) -> None:
         end_with_group("a step of this worker's group has failed half-way")
 
     def _memory(self, num_blocks: int, max_model_len: int, block_bytes: int) -> None:
-        for peer in self._peers:
-            wire.send_json(peer, wire.MEMORY, [num_blocks, max_model_len])
+        self._send_all(wire.MEMORY, json.dumps([num_blocks, max_model_len]).encode())
         kv_bytes = [num_blocks * block_bytes, *self._await_ready()]
         assert self._model is not None
         self._model.memory_of = list(zip(self._weight_bytes, kv_bytes))
@@ -165,8 +149,7 @@ class Leader:
         self._send_all(wire.STEP, wire.step_bytes(token_ids, positions, inputs))
 
     def _begin_host(self, num_slots: int) -> HostMirror:
-        for peer in self._peers:
-            wire.send(peer, wire.HOST, num_slots.to_bytes(8, "little"))
+        self._send_all(wire.HOST, num_slots.to_bytes(8, "little"))
         self._await_ready()
         return self
 
@@ -178,25 +161,14 @@ class Leader:
         """As HostMirror."""
         self._send_all(wire.LOAD, wire.pairs_bytes(slots, blocks))
 
-    def _send_all(self, kind: int, contents: bytes) -> None:
+    def _send_all(self, kind: int, contents: bytes = b"") -> None:
         for peer in self._peers:
-            wire.send(peer, kind, contents)
+            peer.send(kind, contents)
 
     def _logits(self, num_rows: int) -> None:
         for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
-            wire.send(peer, wire.LOGITS, num_rows.to_bytes(8, "little"))
+            peer.send(wire.LOGITS, num_rows.to_bytes(8, "little"))
 
     def _await_ready(self) -> list[int]:
         """The number that each says with it."""
-        found = []
-        for number, peer in enumerate(self._peers, 1):
-            try:
-                kind, contents = wire.receive(peer)
-            except wire.PeerGone as error:
-                raise LoadError(
-                    f"rank {number} of the group has ended while it loaded; its log says why"
-                ) from error
-            if kind != wire.READY:
-                raise LoadError(f"rank {number} of the group: {contents.decode(errors='replace')}")
-            found.append(int(json.loads(contents)))
-        return found
+        return [peer.await_ready() for peer in self._peers]

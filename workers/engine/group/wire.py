@@ -6,11 +6,9 @@ reads takes numbers and arrays, whose sizes the header gives.
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
-SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD = range(9)
+SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD, PULSE, FAILED = range(11)
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
 _STEP = struct.Struct("<9q")
 LARGEST = 1 << 30  # bytes of a message
@@ -45,10 +43,6 @@ def receive(peer: socket.socket) -> tuple[int, bytes]:
     if not 0 <= size <= LARGEST:
         raise PeerGone(f"a message of {size} bytes")
     return kind, exactly(peer, size)
-
-
-def send_json(peer: socket.socket, kind: int, value: Any) -> None:
-    send(peer, kind, json.dumps(value).encode())
 
 
 def step_bytes(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> bytes:

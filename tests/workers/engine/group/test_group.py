@@ -268,16 +268,23 @@ def test_a_rank_has_its_part_of_the_weights():
 
 KILLED = """
 import os, signal, sys, time, psutil
+from penstock.workers.engine.group import peer
 from tests.workers.engine.group.test_group import engine_of, run
+peer.SILENCE_S = 3
 engine = engine_of(sys.argv[1], 2)
 run(engine)
 (child,) = psutil.Process().children()
 print(child.pid, flush=True)
+time.sleep(4)  # longer than that
 if sys.argv[2] == "follower":
     child.kill()
     time.sleep(20)
 if "stopped" in sys.argv[2]:
     child.suspend()
+if "idle" in sys.argv[2]:
+    time.sleep(20)
+while "busy" in sys.argv[2]:
+    run(engine)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -288,6 +295,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         ("follower", EXIT_STATUS),
         ("leader", -signal.SIGKILL),
         ("leader of a stopped one", -signal.SIGKILL),
+        ("stopped, idle", EXIT_STATUS),
+        ("stopped, busy", EXIT_STATUS),
     ],
 )
 def test_a_rank_that_ends_takes_the_others_with_it(who, status):
