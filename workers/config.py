@@ -375,10 +375,11 @@ class EngineConfig(
                 "device; choose suffix or lookup"
             )
         for name in ("async_scheduling", "cuda_graphs"):
-            if self.device == "cuda" and getattr(self, name) == "on":
+            has_stages = self.pipeline_parallel_size > 1
+            if has_stages and self.device == "cuda" and getattr(self, name) == "on":
                 raise ConfigError(
-                    f"{wanted} cannot be combined with {name} on: the host sends the ranks each "
-                    "step; leave it at auto"
+                    f"{wanted} cannot be combined with {name} on: the host hands rows from stage "
+                    "to stage; leave it at auto"
                 )
         if self.expert_cache_gb is not None:
             self._check_cached_experts(wanted)

@@ -6,7 +6,7 @@ First the arena, then what uses it, then what is measured on it.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from penstock.workers.engine.draft import draft_executor, memory_beside
 from penstock.workers.engine.sizing import log_memory, step_memory
 from penstock.workers.engine.speculation import drafting_of
 from penstock.workers.engine.state_memory import StateMemory, check_states, state_memory
+from penstock.workers.errors import ConfigError
 from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.execution.cuda_graphs import (
     Capture,
@@ -125,7 +126,8 @@ def build_parts(
     )
     executor = make_executor(config, model, memory, max_model_len, states)
     if isinstance(model, ShardDecoder) and model.on_memory is not None:  # before the first pass
-        model.on_memory(memory.arena.num_blocks, max_model_len, layout.block_bytes)
+        graphs = None if sizes is None else asdict(sizes)
+        model.on_memory(memory.arena.num_blocks, max_model_len, layout.block_bytes, graphs)
     # Of a step for a measurement: as many as other steps may have, which ranks of a group rely on.
     most_rows = memory.tokens_that_fit(min(PROBE_ROWS, config.max_num_batched_tokens))
     if config.kv_commit != "eager":
@@ -234,8 +236,19 @@ def _capture(
     inputs: Tensor,
     config: EngineConfig,
 ) -> None:
+    model, is_needed = executor.model, config.cuda_graphs == "on"
     make = partial(executor.capture, sizes, capture or CudaCapture(), inputs)
-    executor.graphs = captured(make, is_needed=config.cuda_graphs == "on")
+    if not isinstance(model, ShardDecoder) or model.on_capture is None:
+        executor.graphs = captured(make, is_needed=is_needed)
+        return
+    until_captured = model.on_capture()  # at the same time as this rank, since they exchange rows
+    try:
+        executor.graphs = captured(make, is_needed=True)
+    except Exception as error:  # the other ranks are in the middle of theirs
+        raise ConfigError(
+            f"this group's decode graphs could not be captured ({error}): set cuda_graphs off"
+        ) from error
+    until_captured()
 
 
 def wants_async_scheduling(

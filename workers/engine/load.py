@@ -166,7 +166,9 @@ def _for_group(config: EngineConfig, device: str) -> EngineConfig:
                 f"has {num_gpus}: lower it"
             )
         log.warning("%s on GPUs has not yet been run on several: check its answers", wanted)
-        return replace(config, async_scheduling="off", cuda_graphs="off")
+        if config.pipeline_parallel_size > 1:
+            return replace(config, async_scheduling="off", cuda_graphs="off")
+        return config
     if native.loaded() is None:
         raise ConfigError(
             f"{wanted} needs the native CPU library, which could not be built: install g++, or "

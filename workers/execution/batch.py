@@ -2,120 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from penstock.kernels.delta_types import StateRows
-from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.errors import InvariantError
-from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.models.host_batch import HostBatch, HostRolling, HostStates, Ints
 from penstock.workers.scheduling.plan import Chunk, Plan
 from penstock.workers.scheduling.sequence import Sequence
 
-Ints = NDArray[np.int64]
-Put = Callable[[NDArray[np.generic]], torch.Tensor]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostBatch:
-    """Decode rows first, then prefill chunks; the fields become those of `AttentionInputs`."""
-
-    token_ids: Ints  # [T]; 0 in rows of `unread`
-    positions: Ints  # [T]
-    slots: Ints  # [T]
-    decode_tables: NDArray[np.int32]
-    decode_lens: NDArray[np.int32]
-    prefill_tables: NDArray[np.int32]
-    prefill_starts: NDArray[np.int32]
-    prefill_lens: NDArray[np.int32]
-    max_prefill_chunk: int
-    unread: Ints  # [2, N]: rows whose ids only the device has, and their rows in the step before
-    rolling: HostRolling | None
-    states: HostStates | None = None
-
-    def inputs(self, put: Put) -> AttentionInputs:
-        """The inputs on the device that `put` copies to."""
-        return AttentionInputs(
-            slots=put(self.slots),
-            num_decode=len(self.decode_lens),
-            decode=DecodeBatch(
-                put(self.decode_tables),
-                put(self.decode_lens),
-                max_context_len=int(self.decode_lens.max(initial=0)),
-            ),
-            prefill=PrefillBatch(
-                put(self.prefill_tables),
-                put(self.prefill_starts),
-                put(self.prefill_lens),
-                self.max_prefill_chunk,
-            ),
-            rolling=None if self.rolling is None else self.rolling.inputs(put),
-            states=None if self.states is None else self.states.inputs(put),
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostRolling:
-    """`RollingInputs` on the host."""
-
-    sink_positions: Ints
-    sink_ends: NDArray[np.int32]
-    window_starts: NDArray[np.int32]
-    sink_blocks: NDArray[np.int32]
-    bases: NDArray[np.int32]
-    max_visible_len: int
-
-    def inputs(self, put: Put) -> RollingInputs:
-        return RollingInputs(
-            put(self.sink_positions),
-            put(self.sink_ends),
-            put(self.window_starts),
-            put(self.sink_blocks),
-            put(self.bases),
-            self.max_visible_len,
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostStates:
-    """`StateRows` on the host."""
-
-    starts: NDArray[np.int32]
-    sources: NDArray[np.int32]
-    write_starts: NDArray[np.int32]
-    write_after: NDArray[np.int32]
-    write_slots: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, chunks: list[Chunk]) -> HostStates | None:
-        """Of `chunks` in the order of their rows; None: the model has no recurrent states."""
-        moves = [chunk.moves for chunk in chunks if chunk.moves is not None]
-        if not moves:
-            return None
-        if len(moves) < len(chunks):
-            raise InvariantError("a chunk has no slot for its state")
-        writes = [write for each in moves for write in each.writes]
-        after, slots = zip(*writes) if writes else ((), ())
-        return cls(
-            starts=_starts([chunk.num_rows for chunk in chunks]),
-            sources=np.array([each.source for each in moves], dtype=np.int32),
-            write_starts=_starts([len(each.writes) for each in moves]),
-            write_after=np.array(after, dtype=np.int32),
-            write_slots=np.array(slots, dtype=np.int32),
-        )
-
-    def inputs(self, put: Put) -> StateRows:
-        return StateRows(
-            put(self.starts),
-            put(self.sources),
-            put(self.write_starts),
-            put(self.write_after),
-            put(self.write_slots),
-        )
+def _states(chunks: list[Chunk]) -> HostStates | None:
+    """Of `chunks` in the order of their rows; None: the model has no recurrent states."""
+    moves = [chunk.moves for chunk in chunks if chunk.moves is not None]
+    if not moves:
+        return None
+    if len(moves) < len(chunks):
+        raise InvariantError("a chunk has no slot for its state")
+    writes = [write for each in moves for write in each.writes]
+    after, slots = zip(*writes) if writes else ((), ())
+    return HostStates(
+        starts=_starts([chunk.num_rows for chunk in chunks]),
+        sources=np.array([each.source for each in moves], dtype=np.int32),
+        write_starts=_starts([len(each.writes) for each in moves]),
+        write_after=np.array(after, dtype=np.int32),
+        write_slots=np.array(slots, dtype=np.int32),
+    )
 
 
 def _starts(lengths: list[int]) -> NDArray[np.int32]:
@@ -162,7 +75,7 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
         max_prefill_chunk=max((chunk.length for chunk in prefill), default=0),
         unread=np.array([*zip(*unread)], dtype=np.int64).reshape(2, -1),
         rolling=_rolling([*rows, *prefill], positions),
-        states=HostStates.of([*decode, *prefill]),
+        states=_states([*decode, *prefill]),
     )
 
 
@@ -240,3 +153,29 @@ def _rolled_before(seq: Sequence, span: Ints, block_size: int) -> Ints:
     """How many blocks before each position are missing in the compact block table."""
     in_window = span // block_size >= seq.context.num_sink_blocks
     return np.where(in_window, seq.num_rolled_blocks, 0)
+
+
+def measured_batch(num_rows: int, num_keys: int, block_size: int, *, has_states: bool) -> HostBatch:
+    """Decode rows that see `num_keys` keys each, all in block 0, where they write: for
+    measurements. `has_states`: they keep no state."""
+    zeros, lens = np.zeros(num_rows, dtype=np.int64), np.full(num_rows, num_keys, dtype=np.int32)
+    nothing = np.zeros(0, dtype=np.int32)
+    states = None
+    if has_states:
+        fresh = np.full(num_rows, -1, dtype=np.int32)
+        no_writes = np.zeros(num_rows + 1, dtype=np.int32)
+        states = HostStates(_starts([1] * num_rows), fresh, no_writes, nothing, nothing)
+    return HostBatch(
+        token_ids=zeros,
+        positions=zeros,
+        slots=zeros,
+        decode_tables=np.zeros((num_rows, -(-num_keys // block_size)), dtype=np.int32),
+        decode_lens=lens,
+        prefill_tables=nothing.reshape(0, 1),
+        prefill_starts=_starts([]),
+        prefill_lens=nothing,
+        max_prefill_chunk=0,
+        unread=np.zeros((2, 0), dtype=np.int64),
+        rolling=None,
+        states=states,
+    )

@@ -22,9 +22,9 @@ from penstock.kernels.moe import GroupedExperts
 from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError
-from penstock.workers.execution.batch import HostBatch
 from penstock.workers.memory.workspace import Array, BufferPlan
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.host_batch import HostBatch
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.sampling.device_copy import copy_in

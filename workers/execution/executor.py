@@ -15,11 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.delta_types import StateRows
-from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
-from penstock.workers.execution.batch import HostBatch
+from penstock.workers.execution.batch import measured_batch
 from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.execution.cuda_graphs import Capture, DecodeGraphs, GraphSizes
 from penstock.workers.execution.step import (
@@ -36,6 +34,7 @@ from penstock.workers.execution.timing import Clock
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.workspace import StepMemory, Workspace
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.host_batch import HostBatch
 from penstock.workers.models.layers import AttentionInputs, LayerCache
 from penstock.workers.sampling.device_copy import Mark, to_device, to_host
 from penstock.workers.sampling.logits import LogprobRows
@@ -91,9 +90,10 @@ class Executor:
             adapters = StepAdapters(step.adapted, self.model.device)
         elif self.graphs is not None and step.samples_all and self.graphs.takes(batch):
             return self._replay(self.graphs, step, before)
-        token_ids, positions = self._put(batch.token_ids), self._put(batch.positions)
-        inputs = batch.inputs(self._put)
+        token_ids, positions = self.put(batch.token_ids), self.put(batch.positions)
+        inputs = batch.inputs(self.put)
         self._feed(token_ids, batch, before)
+        self.model.announce(batch, token_ids)
         began_s = clock()
         moe_rows = None
         if self.model.routed is not None:
@@ -112,7 +112,7 @@ class Executor:
         if len(step.rows) < hidden.shape[0]:
             # The residual buffer is no longer needed; reuse it.
             out = workspace.residual[: len(step.rows)]
-            last_rows = self._put(np.array(step.last_rows))
+            last_rows = self.put(np.array(step.last_rows))
             hidden = torch.index_select(hidden, 0, last_rows, out=out)
         logits = self._logits(hidden)
         logits_s = clock()
@@ -129,6 +129,8 @@ class Executor:
         clock = self.clock
         replay = graphs.fill(step.batch)
         self._feed(graphs.token_ids, step.batch, before)
+        token_ids = graphs.token_ids[: len(step.batch.token_ids)]
+        self.model.announce(step.batch, token_ids, is_graph=True)
         began_s = clock()
         replay()
         logits_s = clock()
@@ -143,9 +145,12 @@ class Executor:
         def run(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
             if self.memory.blocks_for(len(token_ids)):
                 raise InvariantError("the activations of a graph would move")
-            with self.memory.lease(len(token_ids)) as workspace:
-                self._logits(
-                    self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace)
+            num_rows = len(token_ids)
+            with self.memory.lease(num_rows) as workspace:
+                self.model.graph_logits(
+                    self.model.forward(token_ids, positions, inputs, self.kv_layers, workspace),
+                    self.memory.logits[:num_rows],
+                    self.memory.narrow[:num_rows],
                 )
 
         return DecodeGraphs(sizes, run, capture, memory)
@@ -176,33 +181,21 @@ class Executor:
 
         Leaves garbage in block 0, so call it before the first sequence is added.
         """
-        nothing = torch.zeros(num_rows, dtype=torch.int64, device=self.model.device)
-        one = torch.ones(num_rows, dtype=torch.int32, device=self.model.device)
-        tables = torch.zeros_like(one)[:, None].repeat(1, -(-num_keys // self.block_size))
-        inputs = AttentionInputs(
-            slots=nothing,
-            num_decode=num_rows,
-            decode=DecodeBatch(tables, one * num_keys, max_context_len=num_keys),
-            prefill=PrefillBatch(one[:0, None], one[:1] - 1, one[:0], max_query_len=0),
-            states=self._fresh_states(num_rows),
+        batch = measured_batch(
+            num_rows, num_keys, self.block_size, has_states=self.model.config.has_states
         )
+        token_ids, inputs = self.put(batch.token_ids), batch.inputs(self.put)
         with self.memory.lease(num_rows) as workspace:
-            hidden = self.hidden(nothing, nothing, inputs, workspace)
+            self.model.announce(batch, token_ids)
+            hidden = self.hidden(token_ids, self.put(batch.positions), inputs, workspace)
             self._logits(hidden[: self.memory.logits.shape[0]]).sum().item()
-
-    def _fresh_states(self, num_rows: int) -> StateRows | None:
-        """For rows of one token each that keep no state."""
-        if not self.model.config.has_states:
-            return None
-        count = torch.arange(num_rows + 1, dtype=torch.int32, device=self.model.device)
-        return StateRows(count, count[1:] * 0 - 1, count * 0, count[:0], count[:0])
 
     def _prompt_logprobs(self, prompt: PromptRows, hidden: Tensor) -> list[LogprobRows]:
         """Logprobs of prompt tokens, as the model gave them. `hidden` [T, hidden] of the step."""
         found = []
         most = self.memory.logits.shape[0]
         for i in range(0, len(prompt.following), most):
-            ids = self._put(np.array(prompt.following[i : i + most]))
+            ids = self.put(np.array(prompt.following[i : i + most]))
             first = prompt.first_row + i
             rows = hidden[first : first + len(ids)]
             logits = self._logits(rows)
@@ -225,11 +218,12 @@ class Executor:
             return
         sampled = None if before is None else before.output.sampled
         assert sampled is not None
-        at, rows = self._put(batch.unread)
+        at, rows = self.put(batch.unread)
         # A row without a valid token has ended, but the host does not know that yet.
         token_ids.index_copy_(0, at, sampled.ids[rows].clamp_(min=0))
 
-    def _put(self, values: NDArray[np.generic]) -> Tensor:
+    def put(self, values: NDArray[np.generic]) -> Tensor:
+        """`values` on the model's device."""
         return to_device(torch.from_numpy(values), self.model.device)
 
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.workers.adapters.packed import Adapter
-from penstock.workers.execution.batch import HostBatch, host_batch
+from penstock.workers.execution.batch import host_batch
 from penstock.workers.experts.modes import Span, StepRows
+from penstock.workers.models.host_batch import HostBatch
 from penstock.workers.request import TokenLogprob
 from penstock.workers.sampling.device_copy import Mark
 from penstock.workers.sampling.logits import LogprobRows

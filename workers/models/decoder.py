@@ -18,6 +18,7 @@ from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
+from penstock.workers.models.host_batch import HostBatch
 from penstock.workers.models.layers import AttentionInputs, LayerCache, LogitScaling, Turn
 from penstock.workers.models.linear_attention import LinearAttention
 from penstock.workers.models.moe import MoeMlp
@@ -188,6 +189,11 @@ class Decoder:
             return ws.residual
         return rms_norm(ws.residual, weight, self.config.rms_norm_eps)
 
+    def announce(self, batch: HostBatch, token_ids: Tensor, *, is_graph: bool = False) -> None:
+        """Called before each pass, or replay of a graph: a group's first rank tells the others.
+        `token_ids` int64 [T]: on the device, where they are all known."""
+        return
+
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""
         return ()
@@ -248,3 +254,7 @@ class Decoder:
         else:
             out.copy_(linear(hidden, self.lm_head, out=narrow))
         return self.logit_scaling.apply_(out)
+
+    def graph_logits(self, hidden: Tensor, out: Tensor, narrow: Tensor) -> Tensor:
+        """`logits` of all rows of a pass, within a graph."""
+        return self.logits(hidden, out, narrow)

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
-from penstock.workers.execution.batch import HostBatch
 from penstock.workers.execution.cuda_graphs import MAX_KEYS, MAX_ROWS, DecodeGraphs, GraphSizes
 from penstock.workers.execution.step import PreparedStep, PromptRows
+from penstock.workers.models.host_batch import HostBatch
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.sampling.sampler import RowSampling

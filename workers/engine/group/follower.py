@@ -31,6 +31,7 @@ from penstock.workers.engine.group.pinning import pinned
 from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.sizing import step_memory
+from penstock.workers.execution.cuda_graphs import CudaCapture, GraphSizes
 from penstock.workers.execution.executor import Executor
 from penstock.workers.experts.build import settings_in_group
 from penstock.workers.experts.expert_file import Manifest
@@ -38,6 +39,7 @@ from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import Rank
+from penstock.workers.scheduling.deferral import scratch_bytes
 from penstock.workers.weights.model_digest import verified_folder
 
 log = logging.getLogger("penstock.engine")
@@ -80,13 +82,20 @@ def follow(peer: socket.socket) -> None:
     while True:
         kind, contents = wire.receive(peer)
         if kind == wire.STEP and executor is not None:
-            _compute(executor, contents)
+            _compute(executor, model, contents)
         elif kind == wire.LOGITS:
             model.own_logits(int.from_bytes(contents, "little"))
         elif kind == wire.MEMORY:
-            executor = _executor(config, model, *json.loads(contents))
+            numbers = json.loads(contents)
+            sizes = None if numbers["graphs"] is None else GraphSizes(**numbers.pop("graphs"))
+            executor, rest = _executor(
+                config, model, numbers["num_blocks"], numbers["max_model_len"], sizes
+            )
             arena = executor.memory.arena
             pulse.send(wire.READY, str(arena.num_blocks * arena.layout.block_bytes).encode())
+        elif kind == wire.CAPTURE and executor is not None and sizes is not None:
+            executor.graphs = executor.capture(sizes, CudaCapture(), rest)
+            pulse.send(wire.READY, b"0")
         elif kind == wire.HOST and executor is not None:
             host = _host_memory(executor, int.from_bytes(contents, "little"))
             pulse.send(wire.READY, str(host.nbytes).encode())
@@ -98,8 +107,20 @@ def follow(peer: socket.socket) -> None:
 
 
 @torch.inference_mode()
-def _compute(executor: Executor, contents: bytes) -> None:
-    token_ids, positions, inputs = wire.step_from(contents, executor.model.device)
+def _compute(executor: Executor, model: ShardDecoder, contents: bytes) -> None:
+    step = wire.step_from(contents)
+    batch, graphs = step.batch, executor.graphs
+    if step.is_graph:
+        assert graphs is not None, "the first rank has captured them, too"
+        replay = graphs.fill(batch)
+        if step.shares_ids:
+            model.take_ids(graphs.token_ids[: len(batch.token_ids)])
+        replay()
+        return
+    token_ids, positions = executor.put(batch.token_ids), executor.put(batch.positions)
+    inputs = batch.inputs(executor.put)
+    if step.shares_ids:
+        model.take_ids(token_ids)
     with executor.memory.lease(len(token_ids)) as workspace:
         executor.hidden(token_ids, positions, inputs, workspace)
 
@@ -123,13 +144,21 @@ def _copy(executor: Executor, host: Tensor, kind: int, contents: bytes) -> None:
 
 
 def _executor(
-    config: EngineConfig, model: ShardDecoder, num_blocks: int, max_model_len: int
-) -> Executor:
-    """With the blocks that the first rank has; activations lie apart from them."""
+    config: EngineConfig,
+    model: ShardDecoder,
+    num_blocks: int,
+    max_model_len: int,
+    sizes: GraphSizes | None,
+) -> tuple[Executor, Tensor]:
+    """With the blocks that the first rank has; activations lie apart from them. And the memory of
+    the inputs of decode graphs."""
     config = replace(config, num_blocks=num_blocks, kv_cache_gb=None, activation_memory="separate")
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
-    memory = step_memory(config, block_layout(config, model, kv), model)
-    return make_executor(config, model, memory, max_model_len)
+    layout = block_layout(config, model, kv)
+    graph_bytes = 0 if sizes is None else sizes.num_bytes
+    memory = step_memory(config, layout, model, graph_bytes)
+    executor = make_executor(config, model, memory, max_model_len)
+    return executor, memory.rest[scratch_bytes(config, layout) :]
 
 
 def _end_with(parent: int) -> None:

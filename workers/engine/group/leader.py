@@ -10,12 +10,10 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.group import wire
@@ -25,7 +23,7 @@ from penstock.workers.engine.group.process import RankProcess, end_with_group
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import AttentionInputs
+from penstock.workers.models.host_batch import GroupStep
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
@@ -84,7 +82,7 @@ class Leader:
         model.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
-        model.on_host = self._begin_host
+        model.on_host, model.on_capture = self._begin_host, self._capture
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
@@ -139,14 +137,25 @@ class Leader:
     def _end_all(self) -> None:
         end_with_group("a step of this worker's group has failed half-way")
 
-    def _memory(self, num_blocks: int, max_model_len: int, block_bytes: int) -> None:
-        self._send_all(wire.MEMORY, json.dumps([num_blocks, max_model_len]).encode())
+    def _memory(
+        self, num_blocks: int, max_model_len: int, block_bytes: int, graphs: dict[str, Any] | None
+    ) -> None:
+        numbers = {"num_blocks": num_blocks, "max_model_len": max_model_len, "graphs": graphs}
+        self._send_all(wire.MEMORY, json.dumps(numbers).encode())
         kv_bytes = [num_blocks * block_bytes, *self._await_ready()]
         assert self._model is not None
         self._model.memory_of = list(zip(self._weight_bytes, kv_bytes))
 
-    def _step(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
-        self._send_all(wire.STEP, wire.step_bytes(token_ids, positions, inputs))
+    def _capture(self) -> Callable[[], None]:
+        self._send_all(wire.CAPTURE)
+
+        def until_captured() -> None:
+            self._await_ready()
+
+        return until_captured
+
+    def _step(self, step: GroupStep) -> None:
+        self._send_all(wire.STEP, wire.step_bytes(step))
 
     def _begin_host(self, num_slots: int) -> HostMirror:
         self._send_all(wire.HOST, num_slots.to_bytes(8, "little"))

@@ -19,7 +19,7 @@ from penstock.workers.errors import LoadError
 
 PULSE_S = 1.0  # between two signs of life
 SILENCE_S = 15.0  # after which a rank hangs: a process of a busy machine waits for seconds
-_GONE = (-2, b"")
+_GONE = (-3, b"")
 
 
 class Peer:

@@ -9,20 +9,28 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.errors import InvariantError
-from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.models.host_batch import GroupStep, HostBatch, HostRolling, HostStates
 
-SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD, PULSE, FAILED = range(11)
+SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD, CAPTURE = range(10)
+PULSE, FAILED = -1, -2
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
-_STEP = struct.Struct("<9q")
+_STEP = struct.Struct("<6q")
+_ARRAY = struct.Struct("<4q")  # whether of int64, whether of two dimensions, rows, columns
 LARGEST = 1 << 30  # bytes of a message
-CPU = torch.device("cpu")
+_ARRAYS: dict[type, tuple[str, ...]] = {  # int64 or int32, in the order in which they travel
+    HostBatch: (
+        "token_ids", "positions", "slots", "decode_tables", "decode_lens", "prefill_tables",
+        "prefill_starts", "prefill_lens",
+    ),
+    HostRolling: ("sink_positions", "sink_ends", "window_starts", "sink_blocks", "bases"),
+    HostStates: ("starts", "sources", "write_starts", "write_after", "write_slots"),
+}  # fmt: skip
 
 
 class PeerGone(Exception):
@@ -45,56 +53,46 @@ def receive(peer: socket.socket) -> tuple[int, bytes]:
     return kind, exactly(peer, size)
 
 
-def step_bytes(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> bytes:
-    """A step of one batch; its arrays are copied from their device."""
-    decode, prefill, rolling = inputs.decode, inputs.prefill, inputs.rolling
+def step_bytes(step: GroupStep) -> bytes:
+    """Its arrays one after another, each behind its kind and shape."""
+    batch = step.batch
+    parts = [batch, *(each for each in (batch.rolling, batch.states) if each is not None)]
     head = _STEP.pack(
-        len(token_ids),
-        inputs.num_decode,
-        decode.block_tables.shape[1],
-        decode.max_context_len,
-        prefill.context_lens.numel(),
-        prefill.block_tables.shape[1],
-        prefill.max_query_len,
-        rolling is not None,
-        0 if rolling is None else rolling.max_visible_len,
+        step.is_graph,
+        step.shares_ids,
+        batch.max_prefill_chunk,
+        batch.rolling is not None,
+        0 if batch.rolling is None else batch.rolling.max_visible_len,
+        batch.states is not None,
     )
-    arrays = _arrays(token_ids, positions, inputs)
-    return b"".join([head, *(each.contiguous().cpu().numpy().tobytes() for each in arrays)])
+    found = [head]
+    for part in parts:
+        for name in _ARRAYS[type(part)]:
+            array = getattr(part, name)
+            is_table = array.ndim == 2
+            rows, columns = array.shape if is_table else (len(array), 1)
+            found.append(_ARRAY.pack(array.dtype == np.int64, is_table, rows, columns))
+            found.append(np.ascontiguousarray(array).tobytes())
+    return b"".join(found)
 
 
-def step_from(
-    contents: bytes, device: torch.device = CPU
-) -> tuple[Tensor, Tensor, AttentionInputs]:
-    """The inverse of `step_bytes`, on `device`. Raises InvariantError for a message of another
-    length."""
-    rows, num_decode, width, longest, chunks, chunk_width, largest, has_rolling, visible = (
-        _STEP.unpack_from(contents)
-    )
-    reader = _Reader(contents, _STEP.size, device)
-    ids, positions, slots = (reader.take(torch.int64, rows) for _ in range(3))
-    decode = DecodeBatch(
-        reader.take(torch.int32, num_decode, width), reader.take(torch.int32, num_decode), longest
-    )
-    prefill = PrefillBatch(
-        reader.take(torch.int32, chunks, chunk_width),
-        reader.take(torch.int32, chunks + 1),
-        reader.take(torch.int32, chunks),
-        largest,
-    )
-    rolling = None
+def step_from(contents: bytes) -> GroupStep:
+    """The inverse of `step_bytes`. Raises InvariantError for a message of another length."""
+    reader = _Reader(contents)
+    is_graph, shares_ids, longest, has_rolling, visible, has_states = reader.numbers(_STEP)
+    arrays = {name: reader.array() for name in _ARRAYS[HostBatch]}
+    rolling, states = None, None
     if has_rolling:
-        sequences = num_decode + chunks
-        rolling = RollingInputs(
-            reader.take(torch.int64, rows),
-            reader.take(torch.int32, rows),
-            reader.take(torch.int32, rows),
-            reader.take(torch.int32, sequences),
-            reader.take(torch.int32, sequences),
-            visible,
-        )
+        found = {name: reader.array() for name in _ARRAYS[HostRolling]}
+        rolling = HostRolling(**found, max_visible_len=visible)
+    if has_states:
+        states = HostStates(**{name: reader.array() for name in _ARRAYS[HostStates]})
     reader.end()
-    return ids, positions, AttentionInputs(slots, num_decode, decode, prefill, rolling)
+    unread = np.empty((2, 0), dtype=np.int64)
+    batch = HostBatch(
+        **arrays, max_prefill_chunk=longest, unread=unread, rolling=rolling, states=states
+    )
+    return GroupStep(batch, bool(is_graph), bool(shares_ids))
 
 
 def pairs_bytes(sources: Sequence[int], targets: Sequence[int]) -> bytes:
@@ -108,35 +106,37 @@ def pairs_from(contents: bytes) -> list[tuple[int, int]]:
     return list(zip(sources, targets, strict=True))
 
 
-def _arrays(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> list[Tensor]:
-    decode, prefill, rolling = inputs.decode, inputs.prefill, inputs.rolling
-    arrays = [token_ids, positions, inputs.slots, decode.block_tables, decode.context_lens]
-    arrays += [prefill.block_tables, prefill.query_starts, prefill.context_lens]
-    if rolling is not None:
-        arrays += [rolling.sink_positions, rolling.sink_ends, rolling.window_starts]
-        arrays += [rolling.sink_blocks, rolling.bases]
-    return arrays
-
-
 class _Reader:
-    """Arrays one after another."""
+    """Numbers and arrays, one after another."""
 
-    def __init__(self, contents: bytes, at: int, device: torch.device):
-        self._contents, self._at, self._device = contents, at, device
+    def __init__(self, contents: bytes):
+        self._contents, self._at = contents, 0
 
-    def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        count = int(np.prod(shape))
-        kind = np.int64 if dtype == torch.int64 else np.int32
-        end = self._at + count * dtype.itemsize
-        if end > len(self._contents) or count < 0:
-            raise InvariantError("a step's message is too short")
-        found = np.frombuffer(self._contents, kind, count, self._at).copy()
-        self._at = end
-        return torch.from_numpy(found).view(shape).to(self._device)
+    def numbers(self, form: struct.Struct) -> tuple[int, ...]:
+        at = self._advance(form.size)
+        return form.unpack_from(self._contents, at)
+
+    def array(self) -> NDArray[Any]:
+        is_wide, is_table, rows, columns = self.numbers(_ARRAY)
+        kind = np.dtype(np.int64 if is_wide else np.int32)
+        if rows < 0 or columns < 0:
+            raise InvariantError("a step's message has an array of a negative size")
+        count = rows * columns
+        at = self._advance(count * kind.itemsize)
+        found = np.frombuffer(self._contents, kind, count, at).copy()
+        return found.reshape(rows, columns) if is_table else found
 
     def end(self) -> None:
         if self._at != len(self._contents):
             raise InvariantError("a step's message is too long")
+
+    def _advance(self, size: int) -> int:
+        """Where the next `size` bytes begin."""
+        at = self._at
+        if at + size > len(self._contents):
+            raise InvariantError("a step's message is too short")
+        self._at += size
+        return at
 
 
 def exactly(peer: socket.socket, size: int) -> bytes:

@@ -20,6 +20,8 @@ from penstock.workers.models.shards.world import World
 class CollectiveExchange(Exchange):
     """One for a process: the ranks are PyTorch's default group, or those of one stage in it."""
 
+    shares_ids = True
+
     def __init__(
         self, config: ModelConfig, rank: int, num_ranks: int, max_tokens: int,
         device: torch.device, world: World,
@@ -59,6 +61,9 @@ class CollectiveExchange(Exchange):
 
     def gather_logits(self, own: Tensor, spans: Spans, out: Tensor | None) -> None:
         self.gather(own, spans, own.new_empty(len(own), spans[0].whole) if out is None else out)
+
+    def share_ids(self, token_ids: Tensor) -> None:
+        dist.broadcast(token_ids, self._first, group=self._group)
 
     def offer(self, rows: Tensor, announce: Callable[[], None]) -> None:
         announce()

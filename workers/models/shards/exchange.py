@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from penstock.workers.errors import InvariantError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.shard import Span
 
@@ -47,6 +48,13 @@ class Exchange(ABC):
         """Of each rank, how many calls it made and how long it waited in them, in seconds; empty
         where that is not measured."""
         return []
+
+    # Whether `share_ids` does something: elsewhere the first rank's host knows all ids.
+    shares_ids = False
+
+    def share_ids(self, token_ids: Tensor) -> None:
+        """The first rank gives its `token_ids` int64 [T] to the others, who receive them here."""
+        raise InvariantError("the ids of a step come with it")
 
     @abstractmethod
     def gather(self, own: Tensor, spans: Spans, out: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import act_mul, rms_norm
 from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.step import StepAdapters
-from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.experts.routing import ExpertSource, LayerRouting
 from penstock.workers.memory.host_tier import HostMirror
@@ -29,6 +29,7 @@ from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
+from penstock.workers.models.host_batch import GroupStep, HostBatch
 from penstock.workers.models.layers import (
     Attention,
     AttentionInputs,
@@ -44,8 +45,13 @@ from penstock.workers.models.shards.shard import Shard, Span
 from penstock.workers.stats import RankStats
 
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
-OnStep = Callable[[Tensor, Tensor, AttentionInputs], None]
+OnStep = Callable[[GroupStep], None]
 OnLogits = Callable[[int], None]
+# Tells the other ranks of the numbers of blocks and of tokens of a sequence, bytes of a block here,
+# and the sizes of decode graphs, as wire.py has them.
+OnMemory = Callable[[int, int, int, dict[str, Any] | None], None]
+# Has the others capture decode graphs; returns what waits until they have.
+OnCapture = Callable[[], Callable[[], None]]
 RankMemory = tuple[int, int]  # bytes of weights, and of K and V
 
 
@@ -198,8 +204,8 @@ class ShardDecoder(Decoder):
         self.memory_of: list[RankMemory] = []  # of all ranks, on the first one
         self.on_step: OnStep | None = None  # of the first rank, once there are others
         self.on_logits: OnLogits | None = None
-        # Of blocks, tokens of a sequence, and bytes of a block here.
-        self.on_memory: Callable[[int, int, int], None] | None = None
+        self.on_memory: OnMemory | None = None
+        self.on_capture: OnCapture | None = None
         # Takes host memory for a number of blocks on the other ranks.
         self.on_host: Callable[[int], HostMirror] | None = None
         self.on_broken: Callable[[], None] | None = None
@@ -213,17 +219,19 @@ class ShardDecoder(Decoder):
         """The others have ended."""
         self.exchange.close()
 
-    def begin(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        inputs: AttentionInputs,
-        ws: Workspace,
-        moe_rows: StepRows | None = None,
-    ) -> None:
-        if self.on_step is not None:
-            self.on_step(token_ids, positions, inputs)
-        super().begin(token_ids, positions, inputs, ws, moe_rows)
+    def announce(self, batch: HostBatch, token_ids: Tensor, *, is_graph: bool = False) -> None:
+        if self.on_step is None:
+            return
+        shares = bool(batch.unread.size) and self.exchange.shares_ids
+        if batch.unread.size and not shares:  # a CPU: the step before is done
+            batch = replace(batch, token_ids=token_ids.numpy())
+        self.on_step(GroupStep(batch, is_graph, shares))
+        if shares:
+            self.exchange.share_ids(token_ids)
+
+    def take_ids(self, token_ids: Tensor) -> None:
+        """Receive the ids [T] of a step that the device of the first rank alone knows."""
+        self.exchange.share_ids(token_ids)
 
     def run_layers(
         self,
@@ -264,6 +272,15 @@ class ShardDecoder(Decoder):
             if self.on_logits is not None:
                 self.exchange.offer(hidden, partial(self.on_logits, len(hidden)))
             self.exchange.gather_logits(linear(hidden, self.lm_head), self.vocab, whole)
+        return self._finished(whole, out)
+
+    def graph_logits(self, hidden: Tensor, out: Tensor, narrow: Tensor) -> Tensor:
+        """On every rank: all have all rows of a pass."""
+        whole = out if self.dtype == torch.float32 else narrow
+        self.exchange.gather_logits(linear(hidden, self.lm_head), self.vocab, whole)
+        return self._finished(whole, out)
+
+    def _finished(self, whole: Tensor, out: Tensor | None) -> Tensor:
         if out is None:
             out = whole.float()
         elif whole is not out:

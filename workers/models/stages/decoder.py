@@ -75,8 +75,6 @@ class StageDecoder(ShardDecoder):
         ws: Workspace,
         moe_rows: StepRows | None = None,
     ) -> None:
-        if self.on_step is not None:
-            self.on_step(token_ids, positions, inputs)
         self._rows = token_ids, positions
 
     def run_layers(
@@ -108,6 +106,10 @@ class StageDecoder(ShardDecoder):
                 rms_norm(ws.residual, self.final_norm, self.config.rms_norm_eps, out=ws.normed)
             self.link.finish()
         return ws.normed
+
+    def take_ids(self, token_ids: Tensor) -> None:
+        if self.stage.is_first:  # the others embed no tokens
+            super().take_ids(token_ids)
 
     def ranks(self) -> tuple[RankStats, ...]:
         """How long each waits is known of this rank alone, for the last stage's rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import importlib
 import json
 import os
 import select
@@ -31,10 +32,13 @@ APART = 1000  # above all numbers that a descriptor has here
 
 
 @contextlib.contextmanager
-def forked_ranks() -> Iterator[None]:
-    """What this process starts in the meantime as a rank is forked."""
+def forked_ranks(prepared: str = "") -> Iterator[None]:
+    """What this process starts in the meantime as a rank is forked. `prepared`: MODULE:FUNCTION,
+    called in the rank before it begins."""
     with pytest.MonkeyPatch.context() as patch:
-        instead = SimpleNamespace(Popen=ForkedProcess, PIPE=subprocess.PIPE)
+        instead = SimpleNamespace(
+            Popen=functools.partial(ForkedProcess, prepared=prepared), PIPE=subprocess.PIPE
+        )
         patch.setattr(process, "subprocess", instead)
         yield
 
@@ -42,12 +46,13 @@ def forked_ranks() -> Iterator[None]:
 class ForkedProcess:
     """What RankProcess uses of `subprocess.Popen`."""
 
-    def __init__(self, command: list[str], *, pass_fds: tuple[int, ...], stdin: int):
+    def __init__(self, command: list[str], *, pass_fds: tuple[int, ...], stdin: int, prepared: str):
         assert tuple(command[:-2]) == process.FOLLOWER and stdin == subprocess.PIPE
         theirs, mine = os.pipe()
         self.stdin = os.fdopen(mine, "wb")
         self._ended, is_running = os.pipe()  # which the rank alone holds
         message = {"connection": command[-1], "numbers": pass_fds, "environment": dict(os.environ)}
+        message["prepared"] = prepared
         server = fork_server()
         socket.send_fds(server, [json.dumps(message).encode()], [theirs, is_running, *pass_fds])
         self._pid = int(server.recv(20))
@@ -99,6 +104,9 @@ def become_rank(message: dict[str, Any], received: list[int]) -> None:
         for here, number in zip([stdin, *passed], [0, *message["numbers"]], strict=True):
             os.dup2(here, number)
             os.close(here)
+        if message["prepared"]:
+            module, function = message["prepared"].split(":")
+            getattr(importlib.import_module(module), function)()
         sys.argv = [sys.argv[0], str(os.getppid()), message["connection"]]
         follower.main()
         os._exit(0)

@@ -21,16 +21,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine import load
 from penstock.workers.engine.engine import Engine
-from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.process import EXIT_STATUS
 from penstock.workers.engine.load import load_engine
-from penstock.workers.errors import ConfigError, InvariantError
+from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
-from penstock.workers.models.layers import AttentionInputs, RollingInputs
 from penstock.workers.models.shards.shard import Shard, cut
 from penstock.workers.request import FinishReason, Request, SamplingParams
 from penstock.workers.structured_spec import StructuredKind, StructuredSpec, choice
@@ -339,8 +336,14 @@ def test_models_that_cannot_be_cut(model, ranks, message):
     ("values", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
-        ({"device": "cuda", "cuda_graphs": "on"}, "cannot be combined with cuda_graphs on"),
-        ({"device": "cuda", "async_scheduling": "on"}, "leave it at auto"),
+        (
+            {"pipeline_parallel_size": 2, "device": "cuda", "cuda_graphs": "on"},
+            "cannot be combined with cuda_graphs on",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "device": "cuda", "async_scheduling": "on"},
+            "leave it at auto",
+        ),
     ],
 )
 def test_settings_that_cannot_be(values, message):
@@ -372,36 +375,3 @@ def test_shares_cover_everything_once(kv_heads, group, width, num_ranks):
     weight = torch.randn(width, 3)
     parts = [part for each in shards if isinstance(part := cut(weight, each.inner), torch.Tensor)]
     assert torch.equal(torch.cat(parts), weight)
-
-
-def batch(rolled: bool) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
-    ints = torch.int32
-    rolling = None
-    if rolled:
-        five, three = torch.arange(5, dtype=ints), torch.arange(3, dtype=ints)
-        rolling = RollingInputs(torch.arange(5), five, five + 1, three, three + 1, 77)
-    inputs = AttentionInputs(
-        torch.arange(5) * 7,
-        2,
-        DecodeBatch(torch.arange(6, dtype=ints).view(2, 3), torch.ones(2, dtype=ints), 9),
-        PrefillBatch(
-            torch.arange(4, dtype=ints)[None], torch.tensor([0, 3], dtype=ints),
-            torch.tensor([3], dtype=ints), 3,
-        ),
-        rolling,
-    )  # fmt: skip
-    return torch.arange(5), torch.arange(5) + 10, inputs
-
-
-@pytest.mark.parametrize("rolled", [False, True])
-def test_a_step_travels(rolled):
-    sent = batch(rolled)
-    contents = wire.step_bytes(*sent)
-    assert wire.step_bytes(*wire.step_from(contents)) == contents
-    ids, positions, inputs = wire.step_from(contents)
-    assert torch.equal(ids, sent[0]) and torch.equal(positions, sent[1])
-    assert torch.equal(inputs.decode.block_tables, sent[2].decode.block_tables)
-    assert (inputs.rolling is not None) == rolled
-    for wrong in (contents[:-4], contents + b"\0"):
-        with pytest.raises(InvariantError, match="a step's message is too"):
-            wire.step_from(wrong)
