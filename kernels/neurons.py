@@ -1,6 +1,6 @@
 """The MLP of an expert over chosen neurons, whose rows lie anywhere in a pool of rows.
 
-A row is all that one neuron needs: [gate | up | down], as in expert_rows.py, of a float dtype, or a
+A row is all that one neuron needs: [gate | up | down], as in moe/rows.py, of a float dtype, or a
 copy of it in codes. int8: 3 * d codes, then an fp32 scale for each 64 numbers along d (the last
 group of a part may be shorter). int4: for each 32 numbers along d 16 bytes, number i in the lower
 and number 16 + i in the upper half of byte i, as code + 8, then a bf16 scale for each. Value = code

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.experts.common import finish, parser_of
-from penstock.kernels.expert_rows import empty_expert, expert_bytes, neuron_rows, write_neurons
-from penstock.kernels.moe import Expert, gated_mlp
+from penstock.kernels.moe.mlp import Expert, gated_mlp
+from penstock.kernels.moe.rows import empty_expert, expert_bytes, neuron_rows, write_neurons
 from penstock.kernels.neurons import FLOATS, PooledNeurons, neuron_mlp, quantize_neurons
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The expert MLP in plain PyTorch: the reference of `kernels/moe.py`."""
+"""The expert MLP in plain PyTorch: the reference of `kernels/moe/mlp.py`."""
 
 from __future__ import annotations
 

@@ -121,6 +121,53 @@ def moe_mlp(
     return rowwise_triton.combine(grouped, routes.places, topk_weights.float().contiguous(), out)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnRun:
+    """One layer's routes through some columns of all experts, as `moe_columns` asks for them."""
+
+    values: Tensor  # of x, as `matmul_triton.activations` has them
+    scales: Tensor | None
+    routes: Routes
+    gate_up: GroupedWeight
+    down: GroupedWeight
+
+    def inner(self, both: Tensor, products: Tensor, clamp: tuple[float, float] | None) -> None:
+        """`products` [R, I'] of sorted routes; `both` [T, 2I'] is memory, and where that is fewer
+        than MIN_LAUNCHED rows, others are allocated in its place."""
+        num_routes = products.shape[0]
+        some = min(num_routes, MIN_LAUNCHED)
+        if both.shape[0] < some:
+            both = both.new_empty(some, both.shape[1])
+        for first in range(0, num_routes, max(1, both.shape[0])):
+            tokens = self.routes.tokens[first : first + both.shape[0]]
+            made, out = both[: tokens.shape[0]], products[first : first + tokens.shape[0]]
+            starts = self.routes.starts
+            grouped_linear(self.values, self.scales, self.gate_up, starts, made, first, tokens)
+            if clamp is not None:
+                rowwise_triton.swiglu(made, out, *clamp)
+            else:
+                rowwise_triton.act_mul(made, out)
+
+    def outputs(self, whole: Tensor, out: Tensor) -> None:
+        """`whole` [R, I] -> `out` [R, d'], both of sorted routes."""
+        values, scales = matmul_triton.activations(whole, self.down.first)
+        grouped_linear(values, scales, self.down, self.routes.starts, out)
+
+    def combined(self, grouped: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor:
+        weights = topk_weights.float().contiguous()
+        return rowwise_triton.combine(grouped, self.routes.places, weights, out)
+
+
+def columns_of(
+    x: Tensor, topk_ids: Tensor, table: tuple[GroupedWeight, GroupedWeight]
+) -> ColumnRun:
+    """For `x` [T, d] and `topk_ids` int64 [T, k]."""
+    gate_up, down = table
+    values, scales = matmul_triton.activations(x, gate_up.first)
+    routes = group_routes(topk_ids, gate_up.num_experts)
+    return ColumnRun(values, scales, routes, gate_up, down)
+
+
 def grouped_linear(
     x: Tensor,
     x_scales: Tensor | None,

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.moe import GroupedExperts
+from penstock.kernels.moe.mlp import GroupedExperts
 from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from penstock.kernels.moe import Expert
+from penstock.kernels.moe.mlp import Expert
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.copier import CHUNK_BYTES, ExpertCopier
 from penstock.workers.experts.expert_file import RowIndices, RowSource

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_rows import neuron_rows
+from penstock.kernels.moe.rows import neuron_rows
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.expert_file import checkpoint_identity
 from penstock.workers.families.table import FAMILIES

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_image import ExpertImage
-from penstock.kernels.expert_rows import empty_expert, expert_bytes, write_neurons
-from penstock.kernels.moe import Expert
+from penstock.kernels.moe.image import ExpertImage
+from penstock.kernels.moe.mlp import Expert
+from penstock.kernels.moe.rows import empty_expert, expert_bytes, write_neurons
 from penstock.kernels.neurons import dequantize_neurons
 from penstock.workers.experts.expert_file import PIECE_BYTES, Manifest
 from penstock.workers.weights.sources import DTYPES

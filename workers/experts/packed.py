@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_image import ExpertImage, pack_for
-from penstock.kernels.moe import Expert
+from penstock.kernels.moe.image import ExpertImage, pack_for
+from penstock.kernels.moe.mlp import Expert
 from penstock.kernels.quant import INT8_GROUP, QuantizedWeight
 from penstock.workers.errors import LoadError
 from penstock.workers.experts.checkpoint import CheckpointExperts

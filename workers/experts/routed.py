@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from penstock.kernels.moe import Visited
+from penstock.kernels.moe.mlp import Visited
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
 from penstock.workers.experts.lookups import NeededRows

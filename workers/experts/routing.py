@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.kernels.moe import Expert, Visit
+from penstock.kernels.moe.mlp import Expert, Visit
 
 
 @dataclass(frozen=True, slots=True)

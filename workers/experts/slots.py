@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.moe import Expert
+from penstock.kernels.moe.mlp import Expert
 from penstock.workers.experts.expert_file import RowIndices
 from penstock.workers.experts.layouts import ExpertLayout
 

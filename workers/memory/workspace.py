@@ -85,7 +85,9 @@ def _region_bytes(region: Region, num_rows: int) -> int:
     return max(sum(_array_bytes(array, num_rows) for array in phase) for phase in region)
 
 
-def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1) -> BufferPlan:
+def activation_plan(
+    config: ModelConfig, dtype: torch.dtype, num_scales: int = 1, *, in_columns: bool = False
+) -> BufferPlan:
     """The arrays that `Decoder.forward` writes besides K and V, with a row for each token.
 
     R1 is the residual stream; R2 the output of a norm, of attention or of an MLP; R3 the wide
@@ -94,7 +96,8 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     the angles. In addition cos and sin,
     for absolute positions and for those relative to the sinks, and `num_scales` of int8 rows, whose
     codes overwrite the values that they are made from. Several rotary embeddings have a table each,
-    one after the other in `cos` and so on.
+    one after the other in `cos` and so on. `in_columns`: of a rank that has some columns of all
+    routed experts (kernels/moe/columns.py).
     """
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     qkv = heads * (1 + config.attention_gate) + 2 * config.num_kv_heads * config.head_dim
@@ -103,7 +106,8 @@ def activation_plan(config: ModelConfig, dtype: torch.dtype, num_scales: int = 1
     inner = config.intermediate_size if not all(config.moe_layers) else 0
     num_experts = config.num_experts if any(config.moe_layers) else 0
     shared = config.shared_expert_intermediate_size if num_experts else 0
-    routed_inner = 2 * max(config.moe_intermediate_size, shared)
+    in_all = (config.num_experts_per_token + 2) * config.moe_intermediate_size * in_columns
+    routed_inner = max(2 * config.moe_intermediate_size, 2 * shared, in_all)
     router_dtype = torch.float32 if config.router.in_fp32 else dtype
     is_widened = num_experts and router_dtype != dtype
     half, fp32, fp64 = config.rotary_dim // 2, torch.float32, torch.float64

@@ -21,18 +21,13 @@ from penstock.workers.models.linear_attention import LinearAttention
 from penstock.workers.models.linear_build import build_linear_attention, gates_last
 from penstock.workers.models.linears import Linears, Weight
 from penstock.workers.models.moe import MoeMlp
-from penstock.workers.models.shards.layers import (
-    HeldExperts,
-    OwnExperts,
-    ShardAttention,
-    ShardDecoder,
-    ShardMlp,
-    ShardMoe,
-)
+from penstock.workers.models.shards.layers import ShardAttention, ShardDecoder, ShardMlp
+from penstock.workers.models.shards.moe import ColumnMoe, HeldExperts, OwnExperts, ShardMoe
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.stages.decoder import StageDecoder, no_embedding
 from penstock.workers.models.stages.stage import Stage
 from penstock.workers.quantization import WeightPlan
+from penstock.workers.weights.joined import selected
 from penstock.workers.weights.sources import DTYPES, WeightSource
 from penstock.workers.weights.stored import has_fused_experts
 
@@ -151,7 +146,7 @@ class _Builder:
         exchange = self.rank.exchange_for(self.config, embedding.device)
         for layer in layers:
             for part in (layer.mixer, layer.mlp):
-                assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)
+                assert isinstance(part, ShardAttention | ShardMlp | ShardMoe | ColumnMoe)
                 part.join(self.shard, exchange)
         ends = embedding, layers, final_norm, lm_head
         if self.rank.num_stages == 1:
@@ -265,6 +260,9 @@ class _Builder:
                 return MoeMlp(config, packed_router, self.routed.layer(index), shared, bias)
             experts = self._experts(name, range(config.num_experts))
             return MoeMlp(config, packed_router, experts, shared, bias)
+        if self.shard.cuts_experts:
+            experts = self._experts(name, range(config.num_experts))
+            return ColumnMoe(config, packed_router, experts, shared, bias)
         span = self.shard.experts
         if self.routed is not None:
             own = OwnExperts(self.routed.layer(index), span)
@@ -299,9 +297,15 @@ class _Builder:
 
     def _fused_experts(self, name: str, numbers: range) -> list[tuple[PackedLinear, PackedLinear]]:
         biases, experts = expert_biases(self.source, self.config, name), []
+        rows = None if self.shard is None else self.shard.expert_rows
         for expert in numbers:
             weights = fused_expert(self.source, self.config, name, expert)
-            own = [None, None] if biases is None else [each[expert] for each in biases]
+            own: list[Tensor | None] = [None, None]
+            if biases is not None:
+                own = [each[expert] for each in biases]
+            if rows is not None:
+                weights = selected(weights[0], rows[0]), selected(weights[1], rows[1])
+                own = [None if bias is None else bias[r] for bias, r in zip(own, rows)]
             gate_up, down = (
                 self.linears.packed(weight, bias, self.plan.format)
                 for weight, bias in zip(weights, own, strict=True)

@@ -15,7 +15,7 @@ from penstock.kernels.attention import (
 from penstock.kernels.delta import gate_mul_
 from penstock.kernels.delta_types import DeltaState, StateRows
 from penstock.kernels.matmul import linear
-from penstock.kernels.moe import gated_down, gated_mlp
+from penstock.kernels.moe.mlp import gated_down, gated_mlp
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import act_mul, quantize_int8, rms_norm, rope_to, soft_cap_
 from penstock.kernels.types import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear
-from penstock.kernels.moe import Complete, Expert, gated_mlp, moe_mlp, pack_experts
+from penstock.kernels.moe.mlp import Complete, Expert, gated_mlp, moe_mlp, pack_experts
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.types import PackedLinear
 from penstock.workers.experts.routing import ExpertSource, LayerRouting
@@ -67,6 +67,17 @@ class MoeMlp:
             self._run_shared(self.shared, x, ws)
         grouped = ws.grouped.view(num_tokens * self.top_k, -1)
         routing = self._routing(ids, x, scores, ws)
+        self._run_experts(x, routing, weights, grouped, ws)
+        if self.has_gate:
+            x.addcmul_(scores[:, self.num_experts :].sigmoid(), ws.shared)
+        elif self.shared is not None:
+            x.add_(ws.shared)
+        return x
+
+    def _run_experts(
+        self, x: Tensor, routing: LayerRouting, weights: Tensor, grouped: Tensor, ws: Workspace
+    ) -> None:
+        """Write the weighted sums of the experts' outputs over `x`; `grouped` [T * k, hidden]."""
         moe_mlp(
             x,
             routing.ids,
@@ -79,11 +90,6 @@ class MoeMlp:
             clamp=self.clamp,
             complete=self.complete,
         )
-        if self.has_gate:
-            x.addcmul_(scores[:, self.num_experts :].sigmoid(), ws.shared)
-        elif self.shared is not None:
-            x.add_(ws.shared)
-        return x
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`route` for normed states `x` [T, hidden], in new memory: for expert prediction."""

@@ -26,9 +26,14 @@ class DeviceOptions:
     tensor_parallel_size: int = option(
         1,
         "processes that share one worker's model, each with some of its heads and columns; results "
-        "are those of one process, bit for bit. Routed experts are divided whole. On GPUs each has "
-        "one; not yet run on several GPUs",
+        "are those of one process, bit for bit. On GPUs each has one; not yet run on several GPUs",
         min=1,
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "each of tensor_parallel_size processes has some routed experts whole, and not some "
+        "columns of all: half the messages, but those wait whose experts are not chosen; always "
+        "so with expert_cache_gb, and where experts are too narrow for the processes",
     )
     pipeline_parallel_size: int = option(
         1,

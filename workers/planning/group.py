@@ -27,6 +27,7 @@ class Link:
 # Estimates from public reports; none of them was measured here.
 LEAST_ROWS = 256  # of a part of a step (models/stages/parts.py)
 PARTS_A_STAGE = 4  # at most
+COLUMNS = 16  # that stay together (models/shards/shard.py)
 LINKS = {
     "nvlink": Link("nvlink", 10e-6, 366e9, "assumed: 10 us a call, 366 GB/s (4 H100 by NVLink)"),
     "pcie": Link("pcie", 25e-6, 22e9, "assumed: 25 us a call, 22 GB/s (PCIe 4)"),
@@ -41,6 +42,7 @@ class Group:
     ranks: int = 1
     link: Link = LINKS["nvlink"]
     stages: int = 1
+    whole_experts: bool = False  # --enable-expert-parallel
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError if `model` cannot be cut so."""
@@ -76,10 +78,17 @@ class Group:
         """Of the heads, on the rank that has most."""
         return math.ceil(model.num_kv_heads / self.ranks) / model.num_kv_heads
 
+    def cuts_experts(self, model: ModelConfig) -> bool:
+        """Whether each rank has some columns of all routed experts."""
+        blocks = math.ceil(model.moe_intermediate_size / COLUMNS)
+        return not self.whole_experts and 1 < self.ranks <= blocks
+
     def routed_share(self, model: ModelConfig) -> float:
-        """Of the routed experts, likewise."""
-        experts = max(1, model.num_experts)
-        return math.ceil(experts / self.ranks) / experts
+        """Of the routed experts, on the rank that has most: of each column, or whole ones."""
+        parts = max(1, model.num_experts)
+        if self.cuts_experts(model):
+            parts = math.ceil(model.moe_intermediate_size / COLUMNS)
+        return math.ceil(parts / self.ranks) / parts
 
     def calls(self, model: ModelConfig) -> int:
         """Gathers of a step, its logits included."""
@@ -127,7 +136,10 @@ class Group:
             if not is_routed:
                 widths += [model.intermediate_size, hidden]
             else:
-                widths.append(model.num_experts_per_token * hidden)
+                chosen = model.num_experts_per_token
+                if self.cuts_experts(model):
+                    widths.append(chosen * model.moe_intermediate_size)
+                widths.append(chosen * hidden)
                 if model.shared_expert_intermediate_size:
                     widths += [model.shared_expert_intermediate_size, hidden]
             found.append(widths)

@@ -90,6 +90,12 @@ def _add_comparison_flags(plan: argparse.ArgumentParser) -> None:
         "the tokens of all (default: %(default)s)",
     )
     group.add_argument(
+        "--enable-expert-parallel",
+        "-ep",
+        action="store_true",
+        help="ranks have some routed experts whole each, and not some columns of all",
+    )
+    group.add_argument(
         "--pipeline-parallel-size",
         "-pp",
         default="1",

@@ -135,7 +135,8 @@ def _groups(args: argparse.Namespace, model: ModelConfig) -> list[Group]:
     """Raises ConfigError."""
     ranks = _numbers("--tensor-parallel-size", args.tensor_parallel_size)
     stages = _numbers("--pipeline-parallel-size", args.pipeline_parallel_size)
-    groups = [Group(r, LINKS[args.link], s) for r in ranks for s in stages]
+    whole = args.enable_expert_parallel
+    groups = [Group(r, LINKS[args.link], s, whole) for r in ranks for s in stages]
     for group in groups:
         group.check(model)
     return groups

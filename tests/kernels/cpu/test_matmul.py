@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels import quant, rowwise
 from penstock.kernels.matmul import linear, pack_linear
-from penstock.kernels.moe import gated_mlp, moe_mlp
+from penstock.kernels.moe.mlp import gated_mlp, moe_mlp
 from penstock.kernels.types import PackedLinear
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
-from penstock.kernels import matmul, moe, quant
+from penstock.kernels import matmul, quant
+from penstock.kernels.moe import mlp as moe
 from penstock.kernels.quant import Int8Rows, QuantizedWeight, WeightFormat
 from penstock.kernels.reference.sampling import sample_reference
 from penstock.kernels.triton import matmul as matmul_triton
@@ -23,8 +24,10 @@ from penstock.kernels.triton import rowwise_quant as rowwise_quant_triton
 from penstock.kernels.triton import sampling as sampling_triton
 from penstock.kernels.triton.matmul_tiles import Tiles
 from penstock.kernels.types import PackedLinear, SamplingRows
+from penstock.workers.weights.joined import selected
 from tests.kernels.cpu.test_grouped_codes import Kind, grouped_weight
 from tests.kernels.kernel_cases import assert_close
+from tests.kernels.moe.column_cases import assert_same_bits
 from tests.kernels.triton.interpreter import DEVICE, HALF
 
 FP32 = torch.float32
@@ -335,6 +338,43 @@ def test_routed_experts(monkeypatch, format, dtype, num_inner):
     y = moe.moe_mlp(x, ids, gains, packed, grouped=grouped, inner=memory, out=x)
     assert y is x
     assert_close(y, want.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [("plain", FP32), ("int8", HALF), ("int4", FP32), ("fp8g", HALF), ("mxfp4", FP32)],
+)
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_columns_of_routed_experts(format, dtype, num_tokens):
+    """A rank's part of all experts: the bits of one that has all columns."""
+    hidden, inner, num_experts = 80, 64, 5
+
+    def made(rows: int, columns: int) -> torch.Tensor | QuantizedWeight:
+        drawn = (torch.randn(rows, columns) * columns**-0.5).to(DEVICE, dtype)
+        found = drawn if format == "plain" else packed_expert(format, drawn)[1]
+        assert found is not None
+        return found
+
+    whole = [(made(2 * inner, hidden), made(hidden, inner)) for _ in range(num_experts)]
+
+    def packed(weight: torch.Tensor | QuantizedWeight, rows: Any) -> PackedLinear:
+        weight = selected(weight, rows)
+        if isinstance(weight, torch.Tensor):
+            return PackedLinear(weight, None, weight.shape[1], len(weight), 0, "fp32", "plain")
+        shape, payload = (weight.in_features, weight.out_features), matmul_triton.pack(weight)
+        return PackedLinear(payload, None, *shape, 0, weight.format, "triton")
+
+    def cut(columns: slice, outputs: slice) -> moe.GroupedExperts:
+        rows = torch.arange(inner)[columns]
+        both = torch.cat((rows, rows + inner))
+        found = moe.GroupedExperts((packed(up, both), packed(down, outputs)) for up, down in whole)
+        found.table = moe_triton.expert_table(found)
+        return found
+
+    x, gains = torch.randn(num_tokens, hidden).to(DEVICE, dtype), torch.rand(num_tokens, 2)
+    ids = torch.stack([torch.randperm(num_experts)[:2] for _ in range(num_tokens)]).to(DEVICE)
+    ids[ids == 1] = 0
+    assert_same_bits(cut, x, ids, gains.to(DEVICE), inner, (0.0, 0.25, 1.0))
 
 
 # inverse temperature, top_k, top_p, min_p: one row each

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.kernels.expert_rows import write_neurons
+from penstock.kernels.moe.rows import write_neurons
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.layouts import NeuronLayout

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.expert_rows import write_neurons
 from penstock.kernels.matmul import pack_linear
+from penstock.kernels.moe.rows import write_neurons
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.build import slots_within
 from penstock.workers.experts.cache import ExpertCache

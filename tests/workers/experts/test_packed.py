@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.deployments.config import config_from
 from penstock.deployments.preflight import check_before_start
-from penstock.kernels.expert_image import ExpertImage, pack_for
+from penstock.kernels.moe.image import ExpertImage, pack_for
 from penstock.kernels.quant import quantize_weight
 from penstock.workers.calibrate import calibrate
 from penstock.workers.errors import ConfigError, LoadError

@@ -55,7 +55,8 @@ class Leader:
         meeting = f"file://{self._files.name}/store"
         if far is not None:
             meeting = f"tcp://{far.host}:{free_port(far.host)}"
-        self.rank = Rank(0, num_ranks, transport, sizes, descriptor, meeting, num_stages)
+        whole = config.enable_expert_parallel or config.expert_cache_gb is not None
+        self.rank = Rank(0, num_ranks, transport, sizes, descriptor, meeting, num_stages, whole)
         for divides in (self.rank.shard_of, self.rank.stage_of):
             divides(model)  # else this is the place to say so
         self._peers: list[Peer] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear
-from penstock.kernels.moe import Expert, Visited
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import act_mul, rms_norm
 from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.experts.routing import ExpertSource, LayerRouting
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.memory.workspace import Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
@@ -39,9 +37,8 @@ from penstock.workers.models.layers import (
     Turn,
     rows_for,
 )
-from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.exchange import Exchange
-from penstock.workers.models.shards.shard import Shard, Span
+from penstock.workers.models.shards.shard import Shard
 from penstock.workers.stats import RankStats
 
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
@@ -117,66 +114,6 @@ class ShardMlp(Mlp):
         return self.exchange.gather(own, self.hidden, out)
 
 
-class ShardMoe(MoeMlp):
-    """The router, some of the experts, and some columns of the shared expert.
-
-    Every rank routes alike, since all have the same rows. A token's outputs are added in the order
-    of its routes, as in one process, once those of all ranks are there.
-    """
-
-    def join(self, shard: Shard, exchange: Exchange) -> None:
-        self.exchange, self.complete = exchange, self._gather
-        # The first expert of each rank, and the end of the last one's.
-        self.firsts = [*(span.first for span in shard.spans("experts")), shard.experts.whole]
-        if isinstance(self.shared, ShardMlp):
-            self.shared.join(shard, exchange, "shared_inner")
-
-    @property
-    def held(self) -> Sequence[Expert]:
-        return self.experts.experts if isinstance(self.experts, HeldExperts) else ()
-
-    def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
-        assert isinstance(shared, ShardMlp)
-        shared.run(x, ws.inner, ws.shared, ws)
-
-    def _gather(self, outputs: Tensor, ends: list[int]) -> None:
-        rows = [0, *ends]
-        self.exchange.gather_rows(outputs, [rows[first] for first in self.firsts])
-
-
-class HeldExperts:
-    """The experts of one rank, as an ExpertSource that yields no others."""
-
-    def __init__(self, experts: Sequence[Expert], span: Span):
-        self.experts, self.span = experts, span
-
-    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
-        return LayerRouting(ids, self.span.whole, self._held)
-
-    def _held(self, used: list[int]) -> Iterator[Visited]:
-        for number in used:
-            if self.span.first <= number < self.span.end:
-                yield number, self.experts[number - self.span.first]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnExperts:
-    """The experts of one rank out of its expert cache, as an ExpertSource that yields no others."""
-
-    source: ExpertSource
-    span: Span
-
-    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
-        routing = self.source.route(ids, x, state)
-        visit = routing.experts
-        assert callable(visit), "experts of a cache are visited"
-
-        def own(used: list[int]) -> Iterator[Visited]:
-            return visit([each for each in used if self.span.first <= each < self.span.end])
-
-        return replace(routing, experts=own)
-
-
 class ShardDecoder(Decoder):
     """The decoder of one rank. `config` is of its heads alone: for its KV cache."""
 
@@ -200,7 +137,9 @@ class ShardDecoder(Decoder):
         )  # fmt: skip
         self.shard, self.exchange, self.whole_config = shard, exchange, shard.config
         self.vocab = shard.spans("vocab")
-        self.plan = activation_plan(shard.config, self.dtype, self.num_scales)
+        self.plan = activation_plan(
+            shard.config, self.dtype, self.num_scales, in_columns=shard.cuts_experts
+        )
         self.memory_of: list[RankMemory] = []  # of all ranks, on the first one
         self.on_step: OnStep | None = None  # of the first rank, once there are others
         self.on_logits: OnLogits | None = None

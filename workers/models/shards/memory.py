@@ -45,7 +45,7 @@ class ExchangeSizes:
             config.intermediate_size,
             config.hidden_size,
             config.shared_expert_intermediate_size,
-            config.num_experts_per_token * config.hidden_size,
+            config.num_experts_per_token * max(config.hidden_size, config.moe_intermediate_size),
         )
         step = self.max_tokens * widest * ITEM_BYTES
         logits = self.max_logits * config.vocab_size * ITEM_BYTES

@@ -32,6 +32,7 @@ class Rank:
     descriptor: int = -1
     meeting: str = ""
     num_stages: int = 1
+    whole_experts: bool = False
 
     @property
     def num_all(self) -> int:
@@ -40,7 +41,7 @@ class Rank:
 
     def shard_of(self, config: ModelConfig) -> Shard:
         """`config`: the whole model's. Raises ConfigError if it cannot be divided so."""
-        return Shard(config, self.number % self.num_ranks, self.num_ranks)
+        return Shard(config, self.number % self.num_ranks, self.num_ranks, self.whole_experts)
 
     def stage_of(self, config: ModelConfig) -> Stage:
         """The same."""

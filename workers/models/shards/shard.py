@@ -3,8 +3,8 @@
 Every linear is cut by its outputs, and its whole input is gathered: each output is then the same
 dot product over the whole input by the same kernel, so a group has the bits of one process, in
 every number format. Shares are as even as whole KV heads and blocks of columns allow; where there
-are more ranks than KV heads, some have the same one, and share its query heads. Routed experts stay
-whole: each rank has some of them.
+are more ranks than KV heads, some have the same one, and share its query heads. Of routed experts
+each rank has some columns of all, or all columns of some.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.quant import QuantizedWeight
@@ -48,6 +49,7 @@ class Shard:
     config: ModelConfig
     rank: int
     num_ranks: int
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         config, wanted = self.config, f"tensor_parallel_size {self.num_ranks}"
@@ -114,6 +116,28 @@ class Shard:
         return self._share(self.config.num_experts, 1)
 
     @property
+    def cuts_experts(self) -> bool:
+        """Whether this rank has some columns of all routed experts. Where a rank would have none,
+        they stay whole."""
+        num_blocks = -(-self.config.moe_intermediate_size // COLUMNS)
+        return not self.whole_experts and self.num_ranks <= num_blocks
+
+    @property
+    def expert_inner(self) -> Span:
+        """Inner columns of every routed expert."""
+        return self._share(self.config.moe_intermediate_size, COLUMNS)
+
+    @property
+    def expert_rows(self) -> tuple[Tensor, Tensor] | None:
+        """Of an expert's fused gate_up [2I, d] and down [d, I], those of this rank's columns; None:
+        all."""
+        if not self.cuts_experts:
+            return None
+        inner = torch.arange(self.expert_inner.first, self.expert_inner.end)
+        both = torch.cat((inner, inner + self.expert_inner.whole))
+        return both, torch.arange(self.hidden.first, self.hidden.end)
+
+    @property
     def hidden(self) -> Span:
         return self._share(self.config.hidden_size, COLUMNS)
 
@@ -133,9 +157,12 @@ class Shard:
     def rows_of(self, module: str) -> Span | None:
         """Which outputs of a linear this rank has; None: all of them."""
         parent, _, kind = module.rpartition(".")
+        names = FAMILIES[self.config.architecture].names
         if ".experts." in module:
-            return None
-        shared = FAMILIES[self.config.architecture].names.shared_expert
+            gate, up, down = names.expert
+            cuts = {gate: self.expert_inner, up: self.expert_inner, down: self.hidden}
+            return cuts.get(kind) if self.cuts_experts else None
+        shared = names.shared_expert
         inner = self.shared_inner if parent.endswith(f".{shared}") else self.inner
         return {
             "q_proj": self.attended,
@@ -150,7 +177,7 @@ class Shard:
 
     def lacks(self, name: str) -> bool:
         """Whether a tensor is of an expert that another rank has."""
-        found = _EXPERT.search(name)
+        found = None if self.cuts_experts else _EXPERT.search(name)
         return found is not None and not self.experts.first <= int(found[1]) < self.experts.end
 
     def _share(self, whole: int, unit: int) -> Span:

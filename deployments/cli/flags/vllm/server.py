@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only
+from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only, switch
 
 _WHOLE_CONTEXTS = (
     "a context lies on one worker; --tensor-parallel-size and --pipeline-parallel-size divide the "
@@ -40,11 +40,7 @@ CLUSTER = (
     absent("--data-parallel-hybrid-lb", "--data-parallel-external-lb", sentence=_RAY_PLACES),
     absent("--headless", sentence=_RAY_PLACES),
     absent("--nnodes", "--node-rank", "--master-addr", "--master-port", sentence=_RANKS_ON_NODES),
-    nothing(
-        "--enable-expert-parallel",
-        "-ep",
-        because="a group of --tensor-parallel-size always divides whole experts among its ranks",
-    ),
+    switch("-ep", enable_expert_parallel=True),
     absent("--enable-eplb", "--enable-dbo", sentence=_NO_EXPERT_GROUPS),
     nothing("--disable-custom-all-reduce", because="the ranks of a group copy rows and never add"),
     alias("--api-server-count", "-asc", setting="num_ingress"),

@@ -293,6 +293,37 @@ def test_groups_share_bytes_and_time(tmp_path, capsys):
     assert " tp " in table and "link ms" in table
 
 
+def test_experts_in_columns_and_whole(tmp_path):
+    """As many bytes of weights on each rank; a gather more a layer in columns."""
+    flags = (
+        "Mixtral-8x7B",
+        "--device",
+        "H200",
+        "--weights",
+        "bf16",
+        "-tp",
+        "2",
+        "--batch",
+        "4",
+        "--kv",
+        "bf16",
+    )
+
+    (columns,), (whole,) = (
+        plan(tmp_path, *flags, *more)["devices"][0]["rows"] for more in ((), ("-ep",))
+    )
+    assert columns["weight_gb"] == whole["weight_gb"]
+    model, link = SHAPES["Mixtral-8x7B"], LINKS["nvlink"]
+    cut, kept = Group(2), Group(2, whole_experts=True)
+    assert (cut.calls(model), kept.calls(model)) == (32 * 4 + 1, 32 * 3 + 1)
+    more = 4 * 32 * 2 * 14336 * 2 / 2  # rows, layers, routes, inner columns, bytes; half of them
+    assert cut.sent_bytes(model, 4, 4, 2) - kept.sent_bytes(model, 4, 4, 2) == more
+    further_ms = 1e3 * (32 * link.call_s + more / link.bandwidth)
+    assert columns["exchange_ms"] - whole["exchange_ms"] == pytest.approx(further_ms)
+    # Too narrow for the ranks: whole all the same.
+    assert not Group(897).cuts_experts(model) and Group(896).cuts_experts(model)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [("128", r"must lie in \[1, 64\]"), ("two", "takes whole numbers"), ("0", "must lie in")],

@@ -175,6 +175,27 @@ def test_experts_under_schedules(options):
     assert group == one
 
 
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "options"),
+    [
+        ("qwen2_moe-normed", 2, {"weights": "int8"}), ("mixtral", 2, {"num_blocks": 26}),
+        ("gpt_oss", 2, {}), ("olmoe-4-kv", 3, {"max_num_batched_tokens": 8, "weights": "bf16"}),
+    ],
+)  # fmt: skip
+def test_whole_experts(name, num_ranks, options):
+    """Expert parallelism: a range of the experts on each rank, which may have no token."""
+    model = str(make_checkpoint(name))
+    group, one = both(model, num_ranks, enable_expert_parallel=True, **options)
+    assert group == one
+
+
+def test_experts_too_narrow_for_the_ranks_stay_whole():
+    config = ModelConfig.from_pretrained(make_checkpoint("olmoe-4-kv"))
+    narrow = dataclasses.replace(config, moe_intermediate_size=40)  # three blocks of columns
+    assert Shard(narrow, 0, 3).cuts_experts and not Shard(narrow, 0, 4).cuts_experts
+    assert not Shard(narrow, 0, 3, whole_experts=True).cuts_experts
+
+
 @pytest.mark.parametrize("name", ["llama-4-kv", "olmoe-4-kv"])
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_more_ranks(name, num_ranks):

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.kernels.cpu import native
 from penstock.kernels.cpu.arguments import UNPACK_NEURONS
 from penstock.kernels.matmul import empty_linear, linear_bytes
-from penstock.kernels.moe import Expert
+from penstock.kernels.moe.mlp import Expert
 
 ALIGN_BYTES = 256
 

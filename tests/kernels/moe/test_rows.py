@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kernels.expert_rows import empty_expert, expert_bytes, neuron_rows, write_neurons
 from penstock.kernels.matmul import linear, pack_linear
-from penstock.kernels.moe import moe_mlp
+from penstock.kernels.moe.mlp import moe_mlp
+from penstock.kernels.moe.rows import empty_expert, expert_bytes, neuron_rows, write_neurons
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")

@@ -40,9 +40,22 @@ class GroupedBackend(Protocol):
         inner: Tensor, out: Tensor, clamp: Clamp | None,
     ) -> Tensor: ...  # fmt: skip
 
+    def columns_of(self, x: Tensor, topk_ids: Tensor, table: Any) -> ColumnRun: ...
+
+
+class ColumnRun(Protocol):
+    """Some columns of all experts over the routes of one layer (columns.py)."""
+
+    def inner(self, both: Tensor, products: Tensor, clamp: Clamp | None) -> None: ...
+
+    def outputs(self, whole: Tensor, out: Tensor) -> None: ...
+
+    def combined(self, grouped: Tensor, topk_weights: Tensor, out: Tensor) -> Tensor: ...
+
 
 @functools.cache
-def _triton() -> GroupedBackend:
+def triton_moe() -> GroupedBackend:
+    """The backend for GPUs."""
     from penstock.kernels.triton import moe  # Triton is not installed on every machine
 
     return moe
@@ -64,7 +77,7 @@ def pack_experts(experts: Sequence[Expert]) -> Sequence[Expert]:
     if not _on_gpu(experts[0][0]) or len(formats) > 1 or any(map(_has_order, experts)):
         return experts
     grouped = GroupedExperts(experts)
-    grouped.table = _triton().expert_table(grouped)
+    grouped.table = triton_moe().expert_table(grouped)
     return grouped
 
 
@@ -106,7 +119,7 @@ def moe_mlp(
         out = torch.empty_like(x)
     if isinstance(experts, GroupedExperts):
         table = experts.table
-        return _triton().moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out, clamp)
+        return triton_moe().moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out, clamp)
     order = topk_ids.reshape(-1).argsort(stable=True)
     if num_experts is None:
         assert not callable(experts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import native
 from penstock.kernels.matmul import backend_for
-from penstock.kernels.moe import Expert
+from penstock.kernels.moe.mlp import Expert
 from penstock.kernels.quant import QuantizedWeight
 from penstock.kernels.types import PackedLinear
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.kernels.matmul import pack_linear
-from penstock.kernels.moe import moe_mlp
+from penstock.kernels.moe.mlp import moe_mlp
 from penstock.kernels.reference.moe import moe_reference
 from tests.kernels.kernel_cases import assert_close
 

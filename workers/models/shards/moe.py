@@ -1,0 +1,117 @@
+"""The routed MLP of one rank: some columns of all experts, or some experts whole.
+
+Every rank routes alike, since all have the same rows. In columns, each computes as much as the
+others, whatever the routes are. Whole experts (expert parallelism) need one gather a layer where
+columns need two, and can come out of a rank's expert cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from penstock.kernels.moe.columns import ExpertColumns, moe_columns
+from penstock.kernels.moe.mlp import Expert, Visited
+from penstock.workers.experts.routing import ExpertSource, LayerRouting
+from penstock.workers.memory.workspace import Workspace
+from penstock.workers.models.layers import Mlp
+from penstock.workers.models.moe import MoeMlp
+from penstock.workers.models.shards.exchange import Exchange, Spans
+from penstock.workers.models.shards.layers import ShardMlp
+from penstock.workers.models.shards.shard import Shard, Span
+
+
+class _GroupMoe(MoeMlp):
+    """The router, and some columns of the shared expert, beside routed experts."""
+
+    def join(self, shard: Shard, exchange: Exchange) -> None:
+        self.exchange = exchange
+        if isinstance(self.shared, ShardMlp):
+            self.shared.join(shard, exchange, "shared_inner")
+
+    def _run_shared(self, shared: Mlp, x: Tensor, ws: Workspace) -> None:
+        assert isinstance(shared, ShardMlp)
+        shared.run(x, ws.inner, ws.shared, ws)
+
+
+class ColumnMoe(_GroupMoe):
+    """Some columns of every expert."""
+
+    def join(self, shard: Shard, exchange: Exchange) -> None:
+        super().join(shard, exchange)
+        self.columns = ExpertColumns(
+            self.inner_size,
+            self._gather(shard.spans("expert_inner")),
+            self._gather(shard.spans("hidden")),
+        )
+
+    def _gather(self, spans: Spans) -> Callable[[Tensor, Tensor], Tensor]:
+        def gather(own: Tensor, out: Tensor) -> Tensor:
+            return self.exchange.gather(own, spans, out)
+
+        return gather
+
+    def _run_experts(
+        self, x: Tensor, routing: LayerRouting, weights: Tensor, grouped: Tensor, ws: Workspace
+    ) -> None:
+        moe_columns(
+            x, routing.ids, weights, self.held, self.columns,
+            grouped=grouped, memory=ws.inner, out=x, clamp=self.clamp,
+        )  # fmt: skip
+
+
+class ShardMoe(_GroupMoe):
+    """Some of the experts.
+
+    A token's outputs are added in the order of its routes, as in one process, once those of all
+    ranks are there.
+    """
+
+    def join(self, shard: Shard, exchange: Exchange) -> None:
+        super().join(shard, exchange)
+        self.complete = self._gather
+        # The first expert of each rank, and the end of the last one's.
+        self.firsts = [*(span.first for span in shard.spans("experts")), shard.experts.whole]
+
+    @property
+    def held(self) -> Sequence[Expert]:
+        return self.experts.experts if isinstance(self.experts, HeldExperts) else ()
+
+    def _gather(self, outputs: Tensor, ends: list[int]) -> None:
+        rows = [0, *ends]
+        self.exchange.gather_rows(outputs, [rows[first] for first in self.firsts])
+
+
+class HeldExperts:
+    """The experts of one rank, as an ExpertSource that yields no others."""
+
+    def __init__(self, experts: Sequence[Expert], span: Span):
+        self.experts, self.span = experts, span
+
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
+        return LayerRouting(ids, self.span.whole, self._held)
+
+    def _held(self, used: list[int]) -> Iterator[Visited]:
+        for number in used:
+            if self.span.first <= number < self.span.end:
+                yield number, self.experts[number - self.span.first]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnExperts:
+    """The experts of one rank out of its expert cache, as an ExpertSource that yields no others."""
+
+    source: ExpertSource
+    span: Span
+
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
+        routing = self.source.route(ids, x, state)
+        visit = routing.experts
+        assert callable(visit), "experts of a cache are visited"
+
+        def own(used: list[int]) -> Iterator[Visited]:
+            return visit([each for each in used if self.span.first <= each < self.span.end])
+
+        return replace(routing, experts=own)
