@@ -161,7 +161,7 @@ class Executor:
     ) -> Tensor:
         """`Decoder.forward`; on a CPU, a batch of decode rows without adapters is replayed
         instead, with the same bits."""
-        self.model.begin(token_ids, positions, inputs, workspace, moe_rows)
+        self.model.begin(token_ids, positions, inputs, workspace, moe_rows, adapters)
         if adapters is not None:
             return self.model.run_layers(inputs, self.kv_layers, workspace, adapters)
         if self.replay is None or not self.replay.suits(inputs):

@@ -11,6 +11,7 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows, num_groups
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rms_norm_int8
 from penstock.kernels.types import PackedLinear
+from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
 from penstock.workers.experts.modes import StepRows
@@ -118,8 +119,12 @@ class Decoder:
         inputs: AttentionInputs,
         ws: Workspace,
         moe_rows: StepRows | None = None,
+        adapters: StepAdapters | None = None,
     ) -> None:
-        """Write the layers' inputs into the workspace: embeddings, cos and sin, query scales."""
+        """Write the layers' inputs into the workspace: embeddings, cos and sin, query scales.
+
+        `adapters`: those that `run_layers` is given next, for the other ranks of a group.
+        """
         if self.routed is not None:
             self.routed.rows = moe_rows
         self.write_tables(positions, inputs, ws)
@@ -187,6 +192,11 @@ class Decoder:
         if weight is None:
             return ws.residual
         return rms_norm(ws.residual, weight, self.config.rms_norm_eps)
+
+    @property
+    def adapter_part(self) -> AdapterPart:
+        """What this process keeps of an adapter."""
+        return AdapterPart.whole(self.config)
 
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""

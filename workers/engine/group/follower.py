@@ -16,15 +16,18 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
 from penstock.workers.engine.group import wire
+from penstock.workers.engine.group.adapters import HeldAdapters
 from penstock.workers.engine.group.far import LOOPBACK, dial, interface_of
 from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
@@ -74,10 +77,11 @@ def follow(peer: socket.socket) -> None:
     wire.send_json(peer, wire.READY, model.weights.num_bytes)
     executor: Executor | None = None
     host: Tensor | None = None
+    adapters = HeldAdapters(model, partial(wire.send, peer))
     while True:
         kind, contents = wire.receive(peer)
         if kind == wire.STEP and executor is not None:
-            _compute(executor, contents)
+            _compute(executor, contents, adapters.of_step())
         elif kind == wire.LOGITS:
             model.own_logits(int.from_bytes(contents, "little"))
         elif kind == wire.MEMORY:
@@ -89,16 +93,18 @@ def follow(peer: socket.socket) -> None:
             wire.send_json(peer, wire.READY, host.nbytes)
         elif kind in (wire.STORE, wire.LOAD) and executor is not None and host is not None:
             _copy(executor, host, kind, contents)
+        elif kind in wire.OF_ADAPTERS:
+            adapters.take(kind, contents)
         elif kind == wire.CONNECT:
             is_here = peer.family == socket.AF_UNIX
             model.connect(LOOPBACK if is_here else interface_of(peer.getsockname()[0]))
 
 
 @torch.inference_mode()
-def _compute(executor: Executor, contents: bytes) -> None:
+def _compute(executor: Executor, contents: bytes, adapters: StepAdapters | None) -> None:
     token_ids, positions, inputs = wire.step_from(contents, executor.model.device)
     with executor.memory.lease(len(token_ids)) as workspace:
-        executor.hidden(token_ids, positions, inputs, workspace)
+        executor.hidden(token_ids, positions, inputs, workspace, adapters=adapters)
 
 
 def _host_memory(executor: Executor, num_slots: int) -> Tensor:

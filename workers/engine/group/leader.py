@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.group import wire
+from penstock.workers.engine.group.adapters import AdapterRanks
 from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
 from penstock.workers.engine.group.process import RankProcess, end_with_group
 from penstock.workers.errors import LoadError
@@ -66,6 +67,7 @@ class Leader:
         for divides in (self.rank.shard_of, self.rank.stage_of):
             divides(model)  # else this is the place to say so
         self._peers: list[socket.socket] = []
+        self._sending = threading.Lock()  # adapters are loaded by another thread than computes
         self._processes: list[RankProcess] = []
         self._far = far
         self._weight_bytes: list[int] = []  # of all ranks
@@ -92,6 +94,10 @@ class Leader:
         self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
         model.on_host = self._begin_host
+        model.other_ranks = adapters = AdapterRanks(
+            self._peers, self._send_all, num_here=len(self._processes)
+        )
+        model.on_adapters = adapters.before_step
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
@@ -179,12 +185,14 @@ class Leader:
         self._send_all(wire.LOAD, wire.pairs_bytes(slots, blocks))
 
     def _send_all(self, kind: int, contents: bytes) -> None:
-        for peer in self._peers:
-            wire.send(peer, kind, contents)
+        with self._sending:
+            for peer in self._peers:
+                wire.send(peer, kind, contents)
 
     def _logits(self, num_rows: int) -> None:
-        for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
-            wire.send(peer, wire.LOGITS, num_rows.to_bytes(8, "little"))
+        with self._sending:
+            for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
+                wire.send(peer, wire.LOGITS, num_rows.to_bytes(8, "little"))
 
     def _await_ready(self) -> list[int]:
         """The number that each says with it."""

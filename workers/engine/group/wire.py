@@ -21,6 +21,7 @@ from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
 SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD = range(9)
+OF_ADAPTERS = LOAD_ADAPTER, DROP_ADAPTERS, STEP_ADAPTERS = 100, 101, 102  # adapters.py
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
 _STEP = struct.Struct("<9q")
 LARGEST = 1 << 30  # bytes of a message

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.rowwise import rms_norm
 from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
@@ -74,9 +75,9 @@ class StageDecoder(ShardDecoder):
         inputs: AttentionInputs,
         ws: Workspace,
         moe_rows: StepRows | None = None,
+        adapters: StepAdapters | None = None,
     ) -> None:
-        if self.on_step is not None:
-            self.on_step(token_ids, positions, inputs)
+        self._announce(token_ids, positions, inputs, adapters)
         self._rows = token_ids, positions
 
     def run_layers(
@@ -86,7 +87,6 @@ class StageDecoder(ShardDecoder):
         ws: Workspace,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        assert adapters is None, "the configuration allows no adapters in a group"
         assert self._rows is not None, "begin comes first"
         token_ids, positions = self._rows
         first = kv_layers[0]
@@ -100,7 +100,8 @@ class StageDecoder(ShardDecoder):
                     self.embed(token_ids[rows], own)
                 else:
                     self.link.receive(own.residual)
-                Decoder.run_layers(self, part.inputs, kv_layers, own)
+                added = None if adapters is None else adapters.part(part.first, part.end)
+                Decoder.run_layers(self, part.inputs, kv_layers, own, added)
                 self.link.send(own.residual)
             if self.stage.is_first:
                 for part in parts:
@@ -108,6 +109,10 @@ class StageDecoder(ShardDecoder):
                 rms_norm(ws.residual, self.final_norm, self.config.rms_norm_eps, out=ws.normed)
             self.link.finish()
         return ws.normed
+
+    @property
+    def adapter_part(self) -> AdapterPart:
+        return AdapterPart(self.stage.layers, self._outputs)
 
     def ranks(self) -> tuple[RankStats, ...]:
         """How long each waits is known of this rank alone, for the last stage's rows."""
