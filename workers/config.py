@@ -364,11 +364,6 @@ class EngineConfig(
         if self.num_ranks == 1:
             return
         wanted = self.group_name
-        if self.enable_lora:
-            raise ConfigError(
-                f"{wanted} cannot be combined with enable_lora: leave one of them out, or merge "
-                "the adapter into the model"
-            )
         if self.speculate == "draft":
             raise ConfigError(
                 f"{wanted} cannot be combined with speculate draft: a draft model runs on one "

@@ -40,7 +40,7 @@ def adapter_fields(
             failures.append((number, f"{change.folder} could not be read; a worker's log says why"))
     return {
         "adapters": tuple(table.names),
-        "adapter_bytes": table.num_bytes,
+        "adapter_bytes": table.total_bytes,
         "adapter_change": number,
         "adapter_failures": tuple(failures[-MAX_FAILURES:]),
     }

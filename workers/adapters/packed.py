@@ -6,7 +6,7 @@ a block diagonal, so that an adapter takes two products a fused linear. B holds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,15 +45,35 @@ class LayerAdapter:
     down: LowRank | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """What this process computes of a model: `layers`, by their numbers in the whole model, and of
+    a linear of that name the `outputs`."""
+
+    layers: range
+    outputs: Callable[[str], slice]
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> AdapterPart:
+        return cls(range(config.num_layers), lambda name: slice(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
-    """One adapter that is ready to compute. `digest`: of its files; `num_bytes`: on the device."""
+    """One adapter that is ready to compute. `digest`: of its files; `layers`: those of this
+    process; `num_bytes`: on its device.
+
+    In a group, `number` is what its ranks call it, which no other one had, and `other_bytes` what
+    it takes on the other ranks.
+    """
 
     name: str
     digest: bytes
     layers: Sequence[LayerAdapter]
     rank: int
     num_bytes: int
+    number: int = 0
+    other_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,37 +112,47 @@ def fused_linears(config: ModelConfig, layer: int) -> dict[str, _Fused]:
 
 
 def pack_adapter(
-    name: str, file: AdapterFile, config: ModelConfig, device: torch.device
+    name: str,
+    file: AdapterFile,
+    config: ModelConfig,
+    device: torch.device,
+    part: AdapterPart | None = None,
+    number: int = 0,
 ) -> Adapter:
-    """`file` for a model of `config`, in its dtype. Raises LoadError naming what does not fit."""
+    """`file` for a model of `config`, the whole one's, in its dtype. `part`: what is kept of it;
+    None: all. Raises LoadError naming what does not fit the model, wherever in it that is."""
+    part = part or AdapterPart.whole(config)
     left = dict(file.pairs)
     layers, num_bytes = [], 0
     for layer in range(config.num_layers):
         packed: dict[str, LowRank | None] = dict.fromkeys(("qkv", "o", "gate_up", "down"))
         for field, fused in fused_linears(config, layer).items():
             found = _taken(left, fused, file)
-            if found:
-                weights = _joined(found, fused, config)
-                a, b = (each.to(device, DTYPES[config.dtype]) for each in weights)
+            if found and layer in part.layers:
+                a, b = _joined(found, fused)
+                b = b[_outputs(fused, config, part)]
+                a, b = (each.to(device, DTYPES[config.dtype]) for each in (a, b))
                 packed[field] = LowRank(pack_linear(a), pack_linear(b))
                 num_bytes += (a.numel() + b.numel()) * a.element_size()
-        layers.append(LayerAdapter(**packed))
+        if layer in part.layers:
+            layers.append(LayerAdapter(**packed))
     if left:
         raise LoadError(
             f"{file.folder}: {next(iter(left))} is no linear layer that an adapter can change here "
             "(those of attention, and of MLPs without routed experts): merge the adapter into its "
             "base model, or train it with target_modules that leave this one out"
         )
-    return Adapter(name, file.digest, layers, file.rank, num_bytes)
+    return Adapter(name, file.digest, layers, file.rank, num_bytes, number)
 
 
-def adapter_bytes(config: ModelConfig, rank: int) -> int:
-    """The most bytes that an adapter of `rank` takes on the device."""
+def adapter_bytes(config: ModelConfig, rank: int, part: AdapterPart | None = None) -> int:
+    """The most bytes that an adapter of `rank` takes on the device. `part`: as of pack_adapter."""
+    part = part or AdapterPart.whole(config)
     elements = 0
-    for layer in range(config.num_layers):
+    for layer in part.layers:
         for fused in fused_linears(config, layer).values():
             joined = rank * len(fused.parts)
-            elements += joined * (fused.inputs + sum(fused.parts.values()))
+            elements += joined * (fused.inputs + len(_outputs(fused, config, part)))
     return elements * DTYPES[config.dtype].itemsize
 
 
@@ -148,10 +178,8 @@ def _taken(
     return found
 
 
-def _joined(
-    found: Mapping[str, LowRankPair], fused: _Fused, config: ModelConfig
-) -> tuple[Tensor, Tensor]:
-    """A [R, in] and B [out, R] in fp32 of all parts."""
+def _joined(found: Mapping[str, LowRankPair], fused: _Fused) -> tuple[Tensor, Tensor]:
+    """A [R, in] and B [out, R] in fp32 of all parts, with the outputs in the file's order."""
     total = sum(fused.parts.values())
     b = torch.zeros(total, sum(pair.rank for pair in found.values()))
     starts, row = {fused.stored_as: 0}, 0
@@ -163,18 +191,17 @@ def _joined(
         rows = slice(first, first + pair.b.shape[0])
         b[rows, column : column + pair.rank] = pair.b.float() * pair.scale
         column += pair.rank
-    if FAMILIES[config.architecture].adjacent_pairs:
-        b = b[_order(fused, config)]
     return torch.cat([pair.a.float() for pair in found.values()]), b
 
 
-def _order(fused: _Fused, config: ModelConfig) -> Tensor:
-    """The stored output that each output of the linear is."""
+def _outputs(fused: _Fused, config: ModelConfig, part: AdapterPart) -> Tensor:
+    """The stored output that each output of this process's linear is."""
+    is_turned = FAMILIES[config.architecture].adjacent_pairs
     parts, first = [], 0
     for name, size in fused.parts.items():
         rows = torch.arange(first, first + size)
-        if name.endswith((".q_proj", ".k_proj")):
+        if is_turned and name.endswith((".q_proj", ".k_proj")):
             rows = rows_in_halves(rows, config.head_dim, config.rotary_dim)
-        parts.append(rows)
+        parts.append(rows[part.outputs(name)])
         first += size
     return torch.cat(parts)

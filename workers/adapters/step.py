@@ -19,6 +19,7 @@ class StepAdapters:
 
     def __init__(self, spans: Sequence[tuple[Adapter, int, int]], device: torch.device):
         """`spans`: an adapter, and the first and the end of rows that have it."""
+        self.spans, self._device = spans, device
         ranges: dict[Adapter, list[tuple[int, int]]] = {}
         for adapter, first, end in spans:
             known = ranges.setdefault(adapter, [])
@@ -27,8 +28,14 @@ class StepAdapters:
             known.append((first, end))
         self._rows = {adapter: _rows(each, device) for adapter, each in ranges.items()}
 
+    def part(self, first: int, end: int) -> StepAdapters | None:
+        """Of rows [first, end) alone, counted from the first of them; None: they have none."""
+        clipped = [(each, max(a, first), min(b, end)) for each, a, b in self.spans]
+        spans = [(each, a - first, b - first) for each, a, b in clipped if a < b]
+        return StepAdapters(spans, self._device) if spans else None
+
     def layer(self, index: int) -> LayerRows:
-        """What is added in one layer."""
+        """What is added in one layer of this process."""
         return LayerRows([(each.layers[index], rows) for each, rows in self._rows.items()])
 
 

@@ -162,7 +162,14 @@ def adapters_of(config: EngineConfig, model: Decoder) -> AdapterTable | None:
     """Those of the configuration, loaded; None: adapters are off. Raises LoadError."""
     if not config.enable_lora:
         return None
-    table = AdapterTable(model.config, model.device, config.max_loras, config.max_lora_rank)
+    table = AdapterTable(
+        model.whole_config,
+        model.device,
+        config.max_loras,
+        config.max_lora_rank,
+        model.adapter_part,
+        model.other_ranks if isinstance(model, ShardDecoder) else None,
+    )
     for name, folder in config.adapter_folders.items():
         table.load(name, folder)
     return table

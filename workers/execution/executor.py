@@ -93,7 +93,7 @@ class Executor:
         token_ids, positions = self.put(batch.token_ids), self.put(batch.positions)
         inputs = batch.inputs(self.put)
         self._feed(token_ids, batch, before)
-        self.model.announce(batch, token_ids)
+        self.model.announce(batch, token_ids, adapters)
         began_s = clock()
         moe_rows = None
         if self.model.routed is not None:

@@ -11,6 +11,7 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows, num_groups
 from penstock.kernels.rowwise import quantize_int8, rms_norm, rms_norm_int8
 from penstock.kernels.types import PackedLinear
+from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
 from penstock.workers.experts.modes import StepRows
@@ -189,10 +190,23 @@ class Decoder:
             return ws.residual
         return rms_norm(ws.residual, weight, self.config.rms_norm_eps)
 
-    def announce(self, batch: HostBatch, token_ids: Tensor, *, is_graph: bool = False) -> None:
+    def announce(
+        self,
+        batch: HostBatch,
+        token_ids: Tensor,
+        adapters: StepAdapters | None = None,
+        *,
+        is_graph: bool = False,
+    ) -> None:
         """Called before each pass, or replay of a graph: a group's first rank tells the others.
-        `token_ids` int64 [T]: on the device, where they are all known."""
+        `token_ids` int64 [T]: on the device, where they are all known. `adapters`: those that
+        `run_layers` is given."""
         return
+
+    @property
+    def adapter_part(self) -> AdapterPart:
+        """What this process keeps of an adapter."""
+        return AdapterPart.whole(self.config)
 
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""

@@ -186,7 +186,6 @@ def test_other_forms_are_refused(texts, words):
         ({"lora_modules": "a=/x"}, "lora_modules needs enable_lora"),
         ({"lora_runtime_updates": True}, "lora_runtime_updates needs enable_lora"),
         ({"enable_lora": True, "lora_modules": ("a=/x", "b=/y"), "max_loras": 1}, "raise max_lor"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, "cannot be combined with enable_lora"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, words):

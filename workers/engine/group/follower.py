@@ -21,10 +21,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
 from penstock.workers.engine.group import wire
+from penstock.workers.engine.group.adapters import HeldAdapters
 from penstock.workers.engine.group.far import LOOPBACK, dial, interface_of
 from penstock.workers.engine.group.peer import Pulse
 from penstock.workers.engine.group.pinning import pinned
@@ -79,10 +81,11 @@ def follow(peer: socket.socket) -> None:
     pulse.send(wire.READY, str(model.weights.num_bytes).encode())
     executor: Executor | None = None
     host: Tensor | None = None
+    adapters = HeldAdapters(model, pulse.send)
     while True:
         kind, contents = wire.receive(peer)
         if kind == wire.STEP and executor is not None:
-            _compute(executor, model, contents)
+            _compute(executor, model, contents, adapters.of_step())
         elif kind == wire.LOGITS:
             model.own_logits(int.from_bytes(contents, "little"))
         elif kind == wire.MEMORY:
@@ -101,13 +104,17 @@ def follow(peer: socket.socket) -> None:
             pulse.send(wire.READY, str(host.nbytes).encode())
         elif kind in (wire.STORE, wire.LOAD) and executor is not None and host is not None:
             _copy(executor, host, kind, contents)
+        elif kind in wire.OF_ADAPTERS:
+            adapters.take(kind, contents)
         elif kind == wire.CONNECT:
             is_here = peer.family == socket.AF_UNIX
             model.connect(LOOPBACK if is_here else interface_of(peer.getsockname()[0]))
 
 
 @torch.inference_mode()
-def _compute(executor: Executor, model: ShardDecoder, contents: bytes) -> None:
+def _compute(
+    executor: Executor, model: ShardDecoder, contents: bytes, adapters: StepAdapters | None
+) -> None:
     step = wire.step_from(contents)
     batch, graphs = step.batch, executor.graphs
     if step.is_graph:
@@ -122,7 +129,7 @@ def _compute(executor: Executor, model: ShardDecoder, contents: bytes) -> None:
     if step.shares_ids:
         model.take_ids(token_ids)
     with executor.memory.lease(len(token_ids)) as workspace:
-        executor.hidden(token_ids, positions, inputs, workspace)
+        executor.hidden(token_ids, positions, inputs, workspace, adapters=adapters)
 
 
 def _host_memory(executor: Executor, num_slots: int) -> Tensor:

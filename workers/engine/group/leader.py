@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.group import wire
+from penstock.workers.engine.group.adapters import AdapterRanks
 from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
 from penstock.workers.engine.group.peer import Peer
 from penstock.workers.engine.group.process import RankProcess, end_with_group
@@ -60,6 +62,7 @@ class Leader:
         for divides in (self.rank.shard_of, self.rank.stage_of):
             divides(model)  # else this is the place to say so
         self._peers: list[Peer] = []
+        self._sending = threading.Lock()  # adapters are loaded by another thread than computes
         self._processes: list[RankProcess] = []
         self._far = far
         self._weight_bytes: list[int] = []  # of all ranks
@@ -84,6 +87,10 @@ class Leader:
         self._model = model
         model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
         model.on_host, model.on_capture = self._begin_host, self._capture
+        model.other_ranks = adapters = AdapterRanks(
+            self._peers, self._send_all, num_here=len(self._processes)
+        )
+        model.on_adapters = adapters.before_step
         model.on_broken, model.on_close = self._end_all, self.close
         for process in self._processes:
             process.is_vital = True
@@ -172,12 +179,14 @@ class Leader:
         self._send_all(wire.LOAD, wire.pairs_bytes(slots, blocks))
 
     def _send_all(self, kind: int, contents: bytes = b"") -> None:
-        for peer in self._peers:
-            peer.send(kind, contents)
+        with self._sending:
+            for peer in self._peers:
+                peer.send(kind, contents)
 
     def _logits(self, num_rows: int) -> None:
-        for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
-            peer.send(wire.LOGITS, num_rows.to_bytes(8, "little"))
+        with self._sending:
+            for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
+                peer.send(wire.LOGITS, num_rows.to_bytes(8, "little"))
 
     def _await_ready(self) -> list[int]:
         """The number that each says with it."""

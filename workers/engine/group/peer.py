@@ -39,13 +39,22 @@ class Peer:
         """Raises PeerGone."""
         wire.send(self._connection, kind, contents)
 
-    def await_ready(self) -> int:
-        """The number that it says with READY. Raises LoadError if it ends before, or cannot."""
+    def receive(self) -> tuple[int, bytes]:
+        """Kind and contents of its next message. Raises PeerGone."""
         kind, contents = self._messages.get()
         if (kind, contents) == _GONE:
+            self._messages.put(_GONE)  # for the next one that asks
+            raise wire.PeerGone("it has closed the connection")
+        return kind, contents
+
+    def await_ready(self) -> int:
+        """The number that it says with READY. Raises LoadError if it ends before, or cannot."""
+        try:
+            kind, contents = self.receive()
+        except wire.PeerGone as error:
             raise LoadError(
                 f"rank {self.number} of the group has ended while it loaded; its log says why"
-            )
+            ) from error
         if kind != wire.READY:
             raise LoadError(f"rank {self.number} of the group: {contents.decode(errors='replace')}")
         return int(contents)

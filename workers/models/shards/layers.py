@@ -20,7 +20,9 @@ from penstock.kernels.matmul import linear
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import act_mul, rms_norm
 from penstock.kernels.types import PackedLinear
-from penstock.workers.adapters.step import StepAdapters
+from penstock.workers.adapters.packed import AdapterPart
+from penstock.workers.adapters.step import LayerRows, StepAdapters
+from penstock.workers.adapters.table import OtherRanks
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.memory.workspace import Workspace, activation_plan
@@ -49,7 +51,10 @@ OnLogits = Callable[[int], None]
 OnMemory = Callable[[int, int, int, dict[str, Any] | None], None]
 # Has the others capture decode graphs; returns what waits until they have.
 OnCapture = Callable[[], Callable[[], None]]
+OnAdapters = Callable[[StepAdapters | None], None]  # of the step that comes next
 RankMemory = tuple[int, int]  # bytes of weights, and of K and V
+# The input of a layer's part, not quantised, and what adapters add there.
+Added = tuple[Tensor, LayerRows]
 
 
 class ShardAttention(Attention):
@@ -69,14 +74,44 @@ class ShardAttention(Attention):
         turn: Turn | None,
         rolled: RolledRows | None,
     ) -> Tensor:
+        return self._run(x, workspace, inputs, kv, turn, rolled)
+
+    def adapted(
+        self,
+        x: Tensor | Int8Rows,
+        plain: Tensor,
+        workspace: Workspace,
+        inputs: AttentionInputs,
+        kv: LayerCache,
+        turn: Turn | None,
+        rolled: RolledRows | None,
+        adapters: LayerRows,
+    ) -> Tensor:
+        return self._run(x, workspace, inputs, kv, turn, rolled, (plain, adapters))
+
+    def _run(
+        self,
+        x: Tensor | Int8Rows,
+        workspace: Workspace,
+        inputs: AttentionInputs,
+        kv: LayerCache,
+        turn: Turn | None,
+        rolled: RolledRows | None,
+        added: Added | None = None,
+    ) -> Tensor:
         attended = self.attend(
             x, workspace, inputs, kv, turn, rolled,
             qkv=_columns(workspace.qkv, self.qkv.out_features),
             attended=_columns(workspace.attended, self.attended[self.exchange.rank].size),
+            deltas=None if added is None else added[1].deltas("qkv", added[0]),
         )  # fmt: skip
         whole = self.exchange.gather(attended, self.attended, workspace.attended)
+        # Before the rows are rounded to int8 in place.
+        deltas = None if added is None else added[1].deltas("o", whole)
         own = _columns(workspace.projected, self.o.out_features)
         linear(rows_for(self.o, whole, workspace), self.o, out=own)
+        if deltas is not None:
+            deltas.add_to(own)
         return self.exchange.gather(own, self.hidden, workspace.projected)
 
     def _normed(self, x: Tensor, which: int, weights: tuple[Tensor, Tensor]) -> Tensor:
@@ -102,15 +137,32 @@ class ShardMlp(Mlp):
     def __call__(self, x: Tensor | Int8Rows, workspace: Workspace) -> Tensor:
         return self.run(x, workspace.gate_up, workspace.normed, workspace)
 
-    def run(self, x: Tensor | Int8Rows, memory: Tensor, out: Tensor, ws: Workspace) -> Tensor:
+    def adapted(
+        self, x: Tensor | Int8Rows, plain: Tensor, workspace: Workspace, adapters: LayerRows
+    ) -> Tensor:
+        return self.run(x, workspace.gate_up, workspace.normed, workspace, (plain, adapters))
+
+    def run(
+        self,
+        x: Tensor | Int8Rows,
+        memory: Tensor,
+        out: Tensor,
+        ws: Workspace,
+        added: Added | None = None,
+    ) -> Tensor:
         """`x` [T, hidden] -> [T, hidden] in `out`. `memory` [T, twice the inner columns of all]:
         for this rank's, and for their products."""
         both = linear(x, self.gate_up, out=_columns(memory, self.gate_up.out_features))
+        if added is not None:
+            added[1].deltas("gate_up", added[0]).add_to(both)
         span = self.inner[self.exchange.rank]
         own = act_mul(both, both[:, : span.size], self.activation)
         whole = self.exchange.gather(own, self.inner, _columns(memory, span.whole))
+        deltas = None if added is None else added[1].deltas("down", whole)
         own = _columns(out, self.down.out_features)
         linear(rows_for(self.down, whole, ws), self.down, out=own)
+        if deltas is not None:
+            deltas.add_to(own)
         return self.exchange.gather(own, self.hidden, out)
 
 
@@ -145,6 +197,8 @@ class ShardDecoder(Decoder):
         self.on_logits: OnLogits | None = None
         self.on_memory: OnMemory | None = None
         self.on_capture: OnCapture | None = None
+        self.on_adapters: OnAdapters | None = None
+        self.other_ranks: OtherRanks | None = None  # for its adapters
         # Takes host memory for a number of blocks on the other ranks.
         self.on_host: Callable[[int], HostMirror] | None = None
         self.on_broken: Callable[[], None] | None = None
@@ -158,7 +212,16 @@ class ShardDecoder(Decoder):
         """The others have ended."""
         self.exchange.close()
 
-    def announce(self, batch: HostBatch, token_ids: Tensor, *, is_graph: bool = False) -> None:
+    def announce(
+        self,
+        batch: HostBatch,
+        token_ids: Tensor,
+        adapters: StepAdapters | None = None,
+        *,
+        is_graph: bool = False,
+    ) -> None:
+        if self.on_adapters is not None:
+            self.on_adapters(adapters)
         if self.on_step is None:
             return
         shares = bool(batch.unread.size) and self.exchange.shares_ids
@@ -179,9 +242,17 @@ class ShardDecoder(Decoder):
         ws: Workspace,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        assert adapters is None, "the configuration allows no adapters in a group"
         with self._whole():
-            return super().run_layers(inputs, kv_layers, ws)
+            return super().run_layers(inputs, kv_layers, ws, adapters)
+
+    @property
+    def adapter_part(self) -> AdapterPart:
+        return AdapterPart(range(self.config.num_layers), self._outputs)
+
+    def _outputs(self, module: str) -> slice:
+        """Which outputs of a linear this rank has."""
+        span = self.shard.rows_of(module)
+        return slice(None) if span is None else slice(span.first, span.end)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.rowwise import rms_norm
 from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
@@ -84,7 +85,6 @@ class StageDecoder(ShardDecoder):
         ws: Workspace,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        assert adapters is None, "the configuration allows no adapters in a group"
         assert self._rows is not None, "begin comes first"
         token_ids, positions = self._rows
         first = kv_layers[0]
@@ -98,7 +98,8 @@ class StageDecoder(ShardDecoder):
                     self.embed(token_ids[rows], own)
                 else:
                     self.link.receive(own.residual)
-                Decoder.run_layers(self, part.inputs, kv_layers, own)
+                added = None if adapters is None else adapters.part(part.first, part.end)
+                Decoder.run_layers(self, part.inputs, kv_layers, own, added)
                 self.link.send(own.residual)
             if self.stage.is_first:
                 for part in parts:
@@ -110,6 +111,10 @@ class StageDecoder(ShardDecoder):
     def take_ids(self, token_ids: Tensor) -> None:
         if self.stage.is_first:  # the others embed no tokens
             super().take_ids(token_ids)
+
+    @property
+    def adapter_part(self) -> AdapterPart:
+        return AdapterPart(self.stage.layers, self._outputs)
 
     def ranks(self) -> tuple[RankStats, ...]:
         """How long each waits is known of this rank alone, for the last stage's rows."""

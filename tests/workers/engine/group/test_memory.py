@@ -28,7 +28,7 @@ EVEN = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 EVEN_MOE = {
-    **EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    **EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }  # fmt: skip
 LARGE = {

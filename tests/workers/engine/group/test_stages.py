@@ -208,8 +208,6 @@ time.sleep(60)
 def test_what_cannot_be_divided_is_refused():
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size 9 is more than the \d layers"):
         engine_of(str(make_checkpoint("llama")), 1, pipeline_parallel_size=9)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size 2 cannot be combined with ena"):
-        EngineConfig(pipeline_parallel_size=2, enable_lora=True)
     with pytest.raises(ConfigError, match="the 2 ranks of tensor_parallel_size 1 and pipeline"):
         EngineConfig(pipeline_parallel_size=2, nodes_per_worker=3)
 
