@@ -369,11 +369,6 @@ class EngineConfig(
                 f"{wanted} cannot be combined with enable_lora: leave one of them out, or merge "
                 "the adapter into the model"
             )
-        if self.speculate == "draft":
-            raise ConfigError(
-                f"{wanted} cannot be combined with speculate draft: a draft model runs on one "
-                "device; choose suffix or lookup"
-            )
         for name in ("async_scheduling", "cuda_graphs"):
             if self.device == "cuda" and getattr(self, name) == "on":
                 raise ConfigError(

@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
+from penstock.workers.engine.draft import draft_executor, load_draft, weight_bytes
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.far import LOOPBACK, dial, interface_of
 from penstock.workers.engine.load import load_configured
@@ -67,22 +68,30 @@ def follow(peer: socket.socket) -> None:
             model = load_configured(
                 config, folder, device, progress=False, experts=experts, rank=rank
             )
+            draft = load_draft(config, folder, device, model, rank=rank)
     except Exception as error:
         wire.send(peer, -1, str(error).encode())
         raise
-    assert isinstance(model, ShardDecoder)
-    wire.send_json(peer, wire.READY, model.weights.num_bytes)
+    assert isinstance(model, ShardDecoder) and isinstance(draft, ShardDecoder | None)
+    wire.send_json(peer, wire.READY, weight_bytes(model, draft))
     executor: Executor | None = None
+    drafts: Executor | None = None
     host: Tensor | None = None
     while True:
         kind, contents = wire.receive(peer)
         if kind == wire.STEP and executor is not None:
             _compute(executor, contents)
+        elif kind == wire.DRAFT_STEP and drafts is not None:
+            _compute(drafts, contents)
         elif kind == wire.LOGITS:
             model.own_logits(int.from_bytes(contents, "little"))
+        elif kind == wire.DRAFT_LOGITS and draft is not None:
+            draft.own_logits(int.from_bytes(contents, "little"))
         elif kind == wire.MEMORY:
             executor = _executor(config, model, *json.loads(contents))
             arena = executor.memory.arena
+            if draft is not None:
+                drafts = _of_draft(config, draft, executor, *json.loads(contents))
             wire.send_json(peer, wire.READY, arena.num_blocks * arena.layout.block_bytes)
         elif kind == wire.HOST and executor is not None:
             host = _host_memory(executor, int.from_bytes(contents, "little"))
@@ -127,6 +136,14 @@ def _executor(
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     memory = step_memory(config, block_layout(config, model, kv), model)
     return make_executor(config, model, memory, max_model_len)
+
+
+def _of_draft(
+    config: EngineConfig, draft: ShardDecoder, model: Executor, num_blocks: int, max_model_len: int
+) -> Executor:
+    """On the caches of this rank, which `model` has, too."""
+    layout = model.memory.arena.layout
+    return draft_executor(config, draft, layout, num_blocks, model.kv_layers, max_model_len)
 
 
 def _end_with(parent: int) -> None:

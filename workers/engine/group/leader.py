@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from penstock.workers.config import EngineConfig
+from penstock.workers.engine.draft import weight_bytes
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
 from penstock.workers.engine.group.process import RankProcess, end_with_group
@@ -28,6 +30,7 @@ from penstock.workers.errors import LoadError
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
@@ -80,19 +83,21 @@ class Leader:
         if far is not None:
             self._start_far(far, num_here, settings)
 
-    def lead(self, model: ShardDecoder) -> None:
-        """Wait until the others have loaded, and tell them of what `model` computes from now on.
+    def lead(self, model: ShardDecoder, draft: Decoder | None = None) -> None:
+        """Wait until the others have loaded, and tell them of what `model` computes from now on,
+        and its draft model `draft`, if they have a part of it.
 
         Raises LoadError if one of them cannot load.
         """
-        self._weight_bytes = [model.weights.num_bytes, *self._await_ready()]
+        self._weight_bytes = [weight_bytes(model, draft), *self._await_ready()]
         for peer in self._peers:
             wire.send(peer, wire.CONNECT)
         model.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
-        model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
-        model.on_host = self._begin_host
-        model.on_broken, model.on_close = self._end_all, self.close
+        model.on_memory, model.on_host, model.on_close = self._memory, self._begin_host, self.close
+        self._tell_of(model, wire.STEP, wire.LOGITS)
+        if isinstance(draft, ShardDecoder):
+            self._tell_of(draft, wire.DRAFT_STEP, wire.DRAFT_LOGITS)
         for process in self._processes:
             process.is_vital = True
         for number in range(len(self._processes) + 1, self.rank.num_all):
@@ -113,6 +118,11 @@ class Leader:
         if self.rank.descriptor >= 0:
             os.close(self.rank.descriptor)
         self._files.cleanup()
+
+    def _tell_of(self, model: ShardDecoder, step: int, logits: int) -> None:
+        """Send the others what `model` computes, by messages of these kinds."""
+        model.on_step, model.on_logits = partial(self._step, step), partial(self._logits, logits)
+        model.on_broken = self._end_all
 
     def _start(self, settings: dict[str, Any]) -> None:
         mine, theirs = socket.socketpair()
@@ -161,8 +171,10 @@ class Leader:
         assert self._model is not None
         self._model.memory_of = list(zip(self._weight_bytes, kv_bytes))
 
-    def _step(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
-        self._send_all(wire.STEP, wire.step_bytes(token_ids, positions, inputs))
+    def _step(
+        self, kind: int, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs
+    ) -> None:
+        self._send_all(kind, wire.step_bytes(token_ids, positions, inputs))
 
     def _begin_host(self, num_slots: int) -> HostMirror:
         for peer in self._peers:
@@ -182,9 +194,9 @@ class Leader:
         for peer in self._peers:
             wire.send(peer, kind, contents)
 
-    def _logits(self, num_rows: int) -> None:
+    def _logits(self, kind: int, num_rows: int) -> None:
         for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
-            wire.send(peer, wire.LOGITS, num_rows.to_bytes(8, "little"))
+            wire.send(peer, kind, num_rows.to_bytes(8, "little"))
 
     def _await_ready(self) -> list[int]:
         """The number that each says with it."""

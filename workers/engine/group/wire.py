@@ -21,6 +21,7 @@ from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
 SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD = range(9)
+DRAFT_STEP, DRAFT_LOGITS = 9, 10  # of the draft model, if all ranks have a part of it
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
 _STEP = struct.Struct("<9q")
 LARGEST = 1 << 30  # bytes of a message
