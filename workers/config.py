@@ -364,11 +364,6 @@ class EngineConfig(
         if self.num_ranks == 1:
             return
         wanted = self.group_name
-        if self.speculate == "draft":
-            raise ConfigError(
-                f"{wanted} cannot be combined with speculate draft: a draft model runs on one "
-                "device; choose suffix or lookup"
-            )
         for name in ("async_scheduling", "cuda_graphs"):
             has_stages = self.pipeline_parallel_size > 1
             if has_stages and self.device == "cuda" and getattr(self, name) == "on":

@@ -21,6 +21,8 @@ from penstock.workers.memory.workspace import StepMemory, logits_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import LayerCache
 from penstock.workers.models.loader import load_model
+from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.rank import Rank
 from penstock.workers.progress import Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.weights.model_digest import verified_folder
@@ -30,13 +32,21 @@ LARGE = 0.8  # of the model's bytes, which a draft model has at least where it c
 
 
 def load_draft(
-    config: EngineConfig, folder: Path, device: str, model: Decoder, report: Report | bool = False
+    config: EngineConfig,
+    folder: Path,
+    device: str,
+    model: Decoder,
+    report: Report | bool = False,
+    rank: Rank | None = None,
 ) -> Decoder | None:
-    """The draft model of `config`; None: it wants none. `folder`: of `model`.
+    """The draft model of `config`; None: it wants none here. `folder`: of `model`.
 
-    `report`: as `progress` of load_model. Raises ConfigError and LoadError.
+    `report`: as `progress` of load_model. `rank`: of a group. Of the model itself each rank has
+    what it has of `model`; another model is whole, on the first rank alone. Raises ConfigError and
+    LoadError.
     """
-    if config.speculate != "draft":
+    is_own = config.draft_model is not None
+    if config.speculate != "draft" or (is_own and rank is not None and rank.number > 0):
         return None
     if (problem := unsupported_reason(model)) is not None:
         raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")
@@ -54,6 +64,8 @@ def load_draft(
         dtype=dtype,
         device=device,
         progress=report,
+        rank=None if is_own else rank,
+        beside=model if isinstance(model, ShardDecoder) and not is_own else None,
         max_model_len=config.max_model_len,
     )
     if (problem := draft_problem(model, draft)) is not None:
@@ -71,12 +83,24 @@ def drafts_described(config: EngineConfig, model: Decoder, draft: Decoder | None
     weights = draft.weights
     what = config.draft_model or "the model itself on the same KV cache"
     found = f"{what}: {weights.format} weights of {weights.num_bytes / 2**20:.1f} MiB"
-    if weights.num_bytes > LARGE * model.weights.num_bytes:
+    if config.num_ranks > 1:
+        found += " on the first rank"
+    # What a step of each reads one after another: another model is whole, and stages take turns.
+    num_turns = 1 if config.draft_model is None else config.pipeline_parallel_size
+    if weights.num_bytes > LARGE * num_turns * model.weights.num_bytes:
         found += (
             ", hardly fewer than the model's, so that drafts save little: name a smaller "
             "draft_model, or a smaller format with draft_weights"
         )
     return found
+
+
+def weight_bytes(model: Decoder, draft: Decoder | None) -> int:
+    """Of both in this process; an embedding that they share counts once."""
+    if draft is None:
+        return model.weights.num_bytes
+    shared = draft.embedding.nbytes if draft.embedding is model.embedding else 0
+    return model.weights.num_bytes + draft.weights.num_bytes - shared
 
 
 def num_draft_rows(config: EngineConfig) -> int:

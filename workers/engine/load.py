@@ -89,13 +89,18 @@ def load_engine(
                     experts=settings,
                     rank=None if leader is None else leader.rank,
                 )
+                draft = load_draft(
+                    config,
+                    folder,
+                    device,
+                    model,
+                    True if report is None else report,
+                    None if leader is None else leader.rank,
+                )
                 if report is not None:
                     report(Progress(PREPARING))
                 if leader is not None and isinstance(model, ShardDecoder):
-                    leader.lead(model)
-                draft = load_draft(
-                    config, folder, device, model, True if report is None else report
-                )
+                    leader.lead(model, draft)
                 pooling = configured_pooling(folder, config)
                 return Engine(config, model, pooling=pooling, draft=draft)
         except BaseException:

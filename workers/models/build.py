@@ -41,14 +41,16 @@ def build_decoder(
     may_lack_head: bool = False,
     rank: Rank | None = None,
     in_part: frozenset[str] = frozenset(),
+    beside: ShardDecoder | None = None,
 ) -> Decoder:
     """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
 
     With `routed`, MoE layers use its experts, which are not taken from `source`. With
     `may_lack_head`, a model whose head is neither stored nor tied does not generate, but embeds.
-    `rank`: what this rank of a group has; `in_part`: modules of which `source` has only that.
+    `rank`: what this rank of a group has; `in_part`: modules of which `source` has only that;
+    `beside`: as of load_model.
     """
-    builder = _Builder(config, source, plan or WeightPlan(), routed, rank, in_part)
+    builder = _Builder(config, source, plan or WeightPlan(), routed, rank, in_part, beside)
     return builder.decoder(may_lack_head)
 
 
@@ -75,8 +77,9 @@ class _Builder:
         routed: RoutedExperts | None,
         rank: Rank | None = None,
         in_part: frozenset[str] = frozenset(),
+        beside: ShardDecoder | None = None,
     ):
-        self.rank = rank
+        self.rank, self.beside = rank, beside
         self.shard = None if rank is None else rank.shard_of(config)
         self.stage = Stage(0, 1, config.num_layers) if rank is None else rank.stage_of(config)
         self.routed = routed
@@ -143,7 +146,12 @@ class _Builder:
                 self.config, embedding, layers, final_norm, lm_head, self.routed,
                 generates=generates,
             )  # fmt: skip
-        exchange = self.rank.exchange_for(self.config, embedding.device)
+        beside = self.beside
+        exchange = (
+            self.rank.exchange_for(self.config, embedding.device)
+            if beside is None
+            else beside.exchange
+        )
         for layer in layers:
             for part in (layer.mixer, layer.mlp):
                 assert isinstance(part, ShardAttention | ShardMlp | ShardMoe | ColumnMoe)
@@ -155,7 +163,7 @@ class _Builder:
             )
         return StageDecoder(
             self.stage,
-            self.rank.link(),
+            beside.link if isinstance(beside, StageDecoder) else self.rank.link(),
             self.shard,
             exchange,
             *ends,

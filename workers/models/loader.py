@@ -16,6 +16,7 @@ from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.build import build_decoder
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.shards.reading import own_part
 from penstock.workers.progress import LOADING, Report, counted, showing, told
@@ -55,6 +56,7 @@ def load_model(
     progress: bool | Report = True,
     experts: ExpertSettings | None = None,
     rank: Rank | None = None,
+    beside: ShardDecoder | None = None,
     max_model_len: int | None = None,
 ) -> Decoder:
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
@@ -68,10 +70,11 @@ def load_model(
     becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. `progress`: who is told
     of it; True: a bar if stderr is a terminal; False: nobody. With `experts`, routed experts stay
     in host memory and are served from an expert cache, which `Decoder.close` ends. `rank`: load
-    only what this rank of a group computes. `max_model_len`: the longest context that is served,
-    which decides between the rotary embeddings of LongRoPE; None: the model's positions. Raises
-    ConfigError for an unusable config and LoadError, naming file and tensor, for weights that do
-    not match it.
+    only what this rank of a group computes. `beside`: a decoder of this rank and of the same
+    shapes, whose connections to the other ranks are used: the calls of both are one sequence there.
+    `max_model_len`: the longest context that is served, which decides between the rotary embeddings
+    of LongRoPE; None: the model's positions. Raises ConfigError for an unusable config and
+    LoadError, naming file and tensor, for weights that do not match it.
     """
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
@@ -101,8 +104,9 @@ def load_model(
             dequantize=config.stored_scheme is not None and config.stored_scheme.is_opened(weights),
         )
         decoder = build_decoder(
-            config, source, plan, routed, may_lack_head=may_lack_head, rank=rank, in_part=in_part
-        )
+            config, source, plan, routed, may_lack_head=may_lack_head, rank=rank, in_part=in_part,
+            beside=beside,
+        )  # fmt: skip
     source.warn_of_unused(elsewhere)
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder

@@ -25,6 +25,7 @@ from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
+from penstock.workers.engine.draft import draft_executor, load_draft, weight_bytes
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.adapters import HeldAdapters
 from penstock.workers.engine.group.far import LOOPBACK, dial, interface_of
@@ -73,21 +74,27 @@ def follow(peer: socket.socket) -> None:
             model = load_configured(
                 config, folder, device, progress=False, experts=experts, rank=rank
             )
+            draft = load_draft(config, folder, device, model, rank=rank)
     except Exception as error:
         wire.send(peer, wire.FAILED, str(error).encode())
         raise
-    assert isinstance(model, ShardDecoder)
+    assert isinstance(model, ShardDecoder) and isinstance(draft, ShardDecoder | None)
     pulse = Pulse(peer)
-    pulse.send(wire.READY, str(model.weights.num_bytes).encode())
+    pulse.send(wire.READY, str(weight_bytes(model, draft)).encode())
     executor: Executor | None = None
+    drafts: Executor | None = None
     host: Tensor | None = None
     adapters = HeldAdapters(model, pulse.send)
     while True:
         kind, contents = wire.receive(peer)
         if kind == wire.STEP and executor is not None:
             _compute(executor, model, contents, adapters.of_step())
+        elif kind == wire.DRAFT_STEP and drafts is not None and draft is not None:
+            _compute(drafts, draft, contents, None)
         elif kind == wire.LOGITS:
             model.own_logits(int.from_bytes(contents, "little"))
+        elif kind == wire.DRAFT_LOGITS and draft is not None:
+            draft.own_logits(int.from_bytes(contents, "little"))
         elif kind == wire.MEMORY:
             numbers = json.loads(contents)
             sizes = None if numbers["graphs"] is None else GraphSizes(**numbers.pop("graphs"))
@@ -95,6 +102,8 @@ def follow(peer: socket.socket) -> None:
                 config, model, numbers["num_blocks"], numbers["max_model_len"], sizes
             )
             arena = executor.memory.arena
+            if draft is not None:
+                drafts = _of_draft(config, draft, executor, numbers["max_model_len"])
             pulse.send(wire.READY, str(arena.num_blocks * arena.layout.block_bytes).encode())
         elif kind == wire.CAPTURE and executor is not None and sizes is not None:
             executor.graphs = executor.capture(sizes, CudaCapture(), rest)
@@ -166,6 +175,14 @@ def _executor(
     memory = step_memory(config, layout, model, graph_bytes)
     executor = make_executor(config, model, memory, max_model_len)
     return executor, memory.rest[scratch_bytes(config, layout) :]
+
+
+def _of_draft(
+    config: EngineConfig, draft: ShardDecoder, model: Executor, max_model_len: int
+) -> Executor:
+    """On the caches of this rank, which `model` has, too."""
+    arena, caches = model.memory.arena, model.kv_layers
+    return draft_executor(config, draft, arena.layout, arena.num_blocks, caches, max_model_len)
 
 
 def _end_with(parent: int) -> None:

@@ -13,10 +13,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from penstock.workers.config import EngineConfig
+from penstock.workers.engine.draft import weight_bytes
 from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.adapters import AdapterRanks
 from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, free_port, interface_of
@@ -25,6 +27,7 @@ from penstock.workers.engine.group.process import RankProcess, end_with_group
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.host_batch import GroupStep
 from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
@@ -76,22 +79,25 @@ class Leader:
         if far is not None:
             self._start_far(far, num_here, settings)
 
-    def lead(self, model: ShardDecoder) -> None:
-        """Wait until the others have loaded, and tell them of what `model` computes from now on.
+    def lead(self, model: ShardDecoder, draft: Decoder | None = None) -> None:
+        """Wait until the others have loaded, and tell them of what `model` computes from now on,
+        and its draft model `draft`, if they have a part of it.
 
         Raises LoadError if one of them cannot load.
         """
-        self._weight_bytes = [model.weights.num_bytes, *self._await_ready()]
+        self._weight_bytes = [weight_bytes(model, draft), *self._await_ready()]
         self._send_all(wire.CONNECT)
         model.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
-        model.on_memory, model.on_step, model.on_logits = self._memory, self._step, self._logits
-        model.on_host, model.on_capture = self._begin_host, self._capture
+        model.on_memory, model.on_host, model.on_close = self._memory, self._begin_host, self.close
+        model.on_capture = self._capture
         model.other_ranks = adapters = AdapterRanks(
             self._peers, self._send_all, num_here=len(self._processes)
         )
         model.on_adapters = adapters.before_step
-        model.on_broken, model.on_close = self._end_all, self.close
+        self._tell_of(model, wire.STEP, wire.LOGITS)
+        if isinstance(draft, ShardDecoder):
+            self._tell_of(draft, wire.DRAFT_STEP, wire.DRAFT_LOGITS)
         for process in self._processes:
             process.is_vital = True
         for peer in self._peers:
@@ -111,6 +117,11 @@ class Leader:
         if self.rank.descriptor >= 0:
             os.close(self.rank.descriptor)
         self._files.cleanup()
+
+    def _tell_of(self, model: ShardDecoder, step: int, logits: int) -> None:
+        """Send the others what `model` computes, by messages of these kinds."""
+        model.on_step, model.on_logits = partial(self._step, step), partial(self._logits, logits)
+        model.on_broken = self._end_all
 
     def _start(self, settings: dict[str, Any]) -> None:
         mine, theirs = socket.socketpair()
@@ -162,8 +173,8 @@ class Leader:
 
         return until_captured
 
-    def _step(self, step: GroupStep) -> None:
-        self._send_all(wire.STEP, wire.step_bytes(step))
+    def _step(self, kind: int, step: GroupStep) -> None:
+        self._send_all(kind, wire.step_bytes(step))
 
     def _begin_host(self, num_slots: int) -> HostMirror:
         self._send_all(wire.HOST, num_slots.to_bytes(8, "little"))
@@ -183,10 +194,10 @@ class Leader:
             for peer in self._peers:
                 peer.send(kind, contents)
 
-    def _logits(self, num_rows: int) -> None:
+    def _logits(self, kind: int, num_rows: int) -> None:
         with self._sending:
             for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
-                peer.send(wire.LOGITS, num_rows.to_bytes(8, "little"))
+                peer.send(kind, num_rows.to_bytes(8, "little"))
 
     def _await_ready(self) -> list[int]:
         """The number that each says with it."""

@@ -18,7 +18,8 @@ from penstock.workers.errors import InvariantError
 from penstock.workers.models.host_batch import GroupStep, HostBatch, HostRolling, HostStates
 
 SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD, CAPTURE = range(10)
-OF_ADAPTERS = LOAD_ADAPTER, DROP_ADAPTERS, STEP_ADAPTERS = 10, 11, 12  # adapters.py
+DRAFT_STEP, DRAFT_LOGITS = 10, 11  # of the draft model, if all ranks have a part of it
+OF_ADAPTERS = LOAD_ADAPTER, DROP_ADAPTERS, STEP_ADAPTERS = 12, 13, 14  # adapters.py
 PULSE, FAILED = -1, -2
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
 _STEP = struct.Struct("<6q")

@@ -1,8 +1,9 @@
 """Ranks on the CPUs of one machine: they copy into memory that they share.
 
 Two buffers take turns between the layers. A pass that can be recorded, which has no routed experts,
-has an even number of calls, and finds the buffers as they were. The logits have a buffer of their
-own, and so have the hidden rows that the first rank asks logits for.
+has an even number of calls, and finds the buffers as they were. A model and its draft model, whose
+passes follow one another, share one exchange, with its turns and its count of calls. The logits
+have a buffer of their own, and so have the hidden rows that the first rank asks logits for.
 """
 
 from __future__ import annotations
