@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.workers.adapters.table import AdapterTable
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.draft import draft_executor, memory_beside
-from penstock.workers.engine.sizing import log_memory, step_memory
+from penstock.workers.engine.sizing import log_memory, more_elsewhere, step_memory
 from penstock.workers.engine.speculation import drafting_of
 from penstock.workers.engine.state_memory import StateMemory, check_states, state_memory
 from penstock.workers.execution.cpu_replay import DecodeReplay
@@ -75,7 +75,7 @@ def build_parts(
 ) -> EngineParts:
     """The connected parts. Raises ConfigError where memory is short, and LoadError where an adapter
     cannot be read. Arguments: those of Engine."""
-    if model.config.has_states:
+    if model.whole_config.has_states:
         check_states(config)
     check_length(config.max_model_len, model.config.max_position_embeddings)
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
@@ -85,7 +85,9 @@ def build_parts(
     reserved = 0 if adapters is None else adapters.reserved_bytes - adapters.num_bytes
     graph_bytes = 0 if sizes is None else sizes.num_bytes
     states = state_memory(config, model)
-    state_bytes = 0 if states is None else states.num_bytes
+    state_bytes, most_state_bytes = (
+        (0, 0) if states is None else (states.num_bytes, states.most_bytes)
+    )
     draft_layout = layout if draft is None else layout_of_draft(config, draft, layout)
     memory = step_memory(
         config,
@@ -94,7 +96,8 @@ def build_parts(
         graph_bytes,
         other_bytes=reserved,
         state_bytes=state_bytes,
-        beside=memory_beside(config, draft, draft_layout),
+        beside=memory_beside(config, draft, draft_layout)
+        + more_elsewhere(model, layout, most_state_bytes - state_bytes),
     )
     log_memory(config, memory)
     cache = KVCache(
@@ -125,7 +128,9 @@ def build_parts(
     )
     executor = make_executor(config, model, memory, max_model_len, states)
     if isinstance(model, ShardDecoder) and model.on_memory is not None:  # before the first pass
-        model.on_memory(memory.arena.num_blocks, max_model_len, layout.block_bytes)
+        num_slots = 0 if states is None else states.num_slots
+        kv_bytes = memory.arena.num_blocks * layout.block_bytes
+        model.on_memory(memory.arena.num_blocks, max_model_len, num_slots, (kv_bytes, state_bytes))
     # Of a step for a measurement: as many as other steps may have, which ranks of a group rely on.
     most_rows = memory.tokens_that_fit(min(PROBE_ROWS, config.max_num_batched_tokens))
     if config.kv_commit != "eager":
@@ -175,7 +180,7 @@ def group_host(model: Decoder, num_blocks: int) -> GroupHost | None:
     """None: `model` is no rank of a group."""
     if not isinstance(model, ShardDecoder) or model.on_host is None:
         return None
-    block_bytes = sum(kv_bytes for _, kv_bytes in model.memory_of) // num_blocks
+    block_bytes = sum(kv_bytes for _, kv_bytes, _ in model.memory_of) // num_blocks
     return GroupHost(block_bytes, model.on_host)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -25,10 +25,14 @@ CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs need the rest
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Memory that a draft model takes beside the arena: in all, and for each block of the pool."""
+    """Memory that a draft model takes beside the arena, or that another rank of a group takes more
+    than this one: in all, and for each block of the pool."""
 
     num_bytes: int = 0
     block_bytes: int = 0
+
+    def __add__(self, other: Beside) -> Beside:
+        return Beside(self.num_bytes + other.num_bytes, self.block_bytes + other.block_bytes)
 
 
 def step_memory(
@@ -47,7 +51,7 @@ def step_memory(
     pool is, and for some rows of drafts; with separate activations, for the largest step.
     `extra_bytes` of it stay free, after the scratch blocks. `other_bytes` of the device are left to
     adapters that are loaded later, where the size follows from its free memory; `state_bytes` of
-    what is allowed are taken by recurrent states, and `beside` by a draft model. Raises ConfigError
+    what is allowed are taken by recurrent states, and `beside` by others. Raises ConfigError
     if memory is short.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
@@ -72,6 +76,16 @@ def step_memory(
         reserve_tokens=reserve_tokens,
         num_logits=most_rows,
     )
+
+
+def more_elsewhere(model: Decoder, layout: BlockLayout, state_bytes: int) -> Beside:
+    """What the rank of a group that has most takes more than this one, which counts blocks for all
+    of them. `layout`: of this one's. `state_bytes`: the difference in recurrent states."""
+    most = max(
+        replace(layout, num_layers=part.num_kv_layers, num_kv_heads=part.num_kv_heads).block_bytes
+        for part in model.parts
+    )
+    return Beside(state_bytes, most - layout.block_bytes)
 
 
 def saved_bytes(config: EngineConfig, memory: StepMemory) -> int:

@@ -192,7 +192,7 @@ class Executor:
 
     def _fresh_states(self, num_rows: int) -> StateRows | None:
         """For rows of one token each that keep no state."""
-        if not self.model.config.has_states:
+        if not self.model.whole_config.has_states:
             return None
         count = torch.arange(num_rows + 1, dtype=torch.int32, device=self.model.device)
         return StateRows(count, count[1:] * 0 - 1, count * 0, count[:0], count[:0])

@@ -29,6 +29,7 @@ from penstock.workers.models.shards.layers import (
     ShardMlp,
     ShardMoe,
 )
+from penstock.workers.models.shards.linear import ShardLinearAttention
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.stages.decoder import StageDecoder, no_embedding
 from penstock.workers.models.stages.stage import Stage
@@ -151,7 +152,7 @@ class _Builder:
         exchange = self.rank.exchange_for(self.config, embedding.device)
         for layer in layers:
             for part in (layer.mixer, layer.mlp):
-                assert isinstance(part, ShardAttention | ShardMlp | ShardMoe)
+                assert isinstance(part, ShardAttention | ShardLinearAttention | ShardMlp | ShardMoe)
                 part.join(self.shard, exchange)
         ends = embedding, layers, final_norm, lm_head
         if self.rank.num_stages == 1:
@@ -213,7 +214,8 @@ class _Builder:
         order, q_rows = None, q_size
         if config.attention_gate:  # stored beside each head's q; here after v
             q_rows = 2 * q_size
-            order = gates_last(config.num_heads, dim, 2 * kv_size)
+            own = config if self.shard is None else self.shard.own_config
+            order = gates_last(own.num_heads, dim, 2 * own.num_kv_heads * dim)
         parts = {f"{name}.q_proj": q_rows, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         norms = None
         if config.qk_norm != "none":

@@ -188,6 +188,11 @@ class Decoder:
             return ws.residual
         return rms_norm(ws.residual, weight, self.config.rms_norm_eps)
 
+    @property
+    def parts(self) -> tuple[ModelConfig, ...]:
+        """What each process of a group has of the model; of one alone, all."""
+        return (self.config,)
+
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""
         return ()

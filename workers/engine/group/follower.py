@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.kernels.delta_types import DeltaState
 from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import keep_to
 from penstock.workers.engine.build import block_layout, make_executor
@@ -29,6 +30,7 @@ from penstock.workers.engine.group.far import LOOPBACK, dial, interface_of
 from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.sizing import step_memory
+from penstock.workers.engine.state_memory import state_memory
 from penstock.workers.execution.executor import Executor
 from penstock.workers.experts.build import settings_in_group
 from penstock.workers.experts.expert_file import Manifest
@@ -82,8 +84,7 @@ def follow(peer: socket.socket) -> None:
             model.own_logits(int.from_bytes(contents, "little"))
         elif kind == wire.MEMORY:
             executor = _executor(config, model, *json.loads(contents))
-            arena = executor.memory.arena
-            wire.send_json(peer, wire.READY, arena.num_blocks * arena.layout.block_bytes)
+            wire.send_json(peer, wire.READY, _cache_bytes(executor))
         elif kind == wire.HOST and executor is not None:
             host = _host_memory(executor, int.from_bytes(contents, "little"))
             wire.send_json(peer, wire.READY, host.nbytes)
@@ -120,13 +121,28 @@ def _copy(executor: Executor, host: Tensor, kind: int, contents: bytes) -> None:
 
 
 def _executor(
-    config: EngineConfig, model: ShardDecoder, num_blocks: int, max_model_len: int
+    config: EngineConfig, model: ShardDecoder, num_blocks: int, max_model_len: int, num_slots: int
 ) -> Executor:
-    """With the blocks that the first rank has; activations lie apart from them."""
-    config = replace(config, num_blocks=num_blocks, kv_cache_gb=None, activation_memory="separate")
+    """With the blocks that the first rank has, and its slots for states (0: the model has none);
+    activations lie apart from them."""
+    config = replace(
+        config,
+        num_blocks=num_blocks,
+        num_state_slots=num_slots or None,
+        kv_cache_gb=None,
+        activation_memory="separate",
+    )
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     memory = step_memory(config, block_layout(config, model, kv), model)
-    return make_executor(config, model, memory, max_model_len)
+    return make_executor(config, model, memory, max_model_len, state_memory(config, model))
+
+
+def _cache_bytes(executor: Executor) -> tuple[int, int]:
+    """Of K and V, and of recurrent states."""
+    arena = executor.memory.arena
+    states = [each for each in executor.kv_layers if isinstance(each, DeltaState)]
+    state_bytes = states[0].last.untyped_storage().nbytes() if states else 0
+    return arena.num_blocks * arena.layout.block_bytes, state_bytes
 
 
 def _end_with(parent: int) -> None:

@@ -154,12 +154,16 @@ class Leader:
     def _end_all(self) -> None:
         end_with_group("a step of this worker's group has failed half-way")
 
-    def _memory(self, num_blocks: int, max_model_len: int, block_bytes: int) -> None:
+    def _memory(
+        self, num_blocks: int, max_model_len: int, num_slots: int, own: tuple[int, int]
+    ) -> None:
         for peer in self._peers:
-            wire.send_json(peer, wire.MEMORY, [num_blocks, max_model_len])
-        kv_bytes = [num_blocks * block_bytes, *self._await_ready()]
+            wire.send_json(peer, wire.MEMORY, [num_blocks, max_model_len, num_slots])
+        of_caches = [own, *self._await_ready()]  # bytes of K and V, and of states
         assert self._model is not None
-        self._model.memory_of = list(zip(self._weight_bytes, kv_bytes))
+        self._model.memory_of = [
+            (weights, *caches) for weights, caches in zip(self._weight_bytes, of_caches)
+        ]
 
     def _step(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> None:
         self._send_all(wire.STEP, wire.step_bytes(token_ids, positions, inputs))
@@ -186,8 +190,8 @@ class Leader:
         for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
             wire.send(peer, wire.LOGITS, num_rows.to_bytes(8, "little"))
 
-    def _await_ready(self) -> list[int]:
-        """The number that each says with it."""
+    def _await_ready(self) -> list[Any]:
+        """What each says with it."""
         found = []
         for number, peer in enumerate(self._peers, 1):
             try:
@@ -198,5 +202,5 @@ class Leader:
                 ) from error
             if kind != wire.READY:
                 raise LoadError(f"rank {number} of the group: {contents.decode(errors='replace')}")
-            found.append(int(json.loads(contents)))
+            found.append(json.loads(contents))
         return found

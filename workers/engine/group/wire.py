@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.delta_types import StateRows
 from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.errors import InvariantError
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
 SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD = range(9)
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
-_STEP = struct.Struct("<9q")
+_STEP = struct.Struct("<10q")
+NO_STATES = -1  # in place of the number of states that a step writes
 LARGEST = 1 << 30  # bytes of a message
 CPU = torch.device("cpu")
 
@@ -54,6 +56,7 @@ def send_json(peer: socket.socket, kind: int, value: Any) -> None:
 def step_bytes(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> bytes:
     """A step of one batch; its arrays are copied from their device."""
     decode, prefill, rolling = inputs.decode, inputs.prefill, inputs.rolling
+    states = inputs.states
     head = _STEP.pack(
         len(token_ids),
         inputs.num_decode,
@@ -64,6 +67,7 @@ def step_bytes(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) ->
         prefill.max_query_len,
         rolling is not None,
         0 if rolling is None else rolling.max_visible_len,
+        NO_STATES if states is None else states.write_slots.numel(),
     )
     arrays = _arrays(token_ids, positions, inputs)
     return b"".join([head, *(each.contiguous().cpu().numpy().tobytes() for each in arrays)])
@@ -74,9 +78,10 @@ def step_from(
 ) -> tuple[Tensor, Tensor, AttentionInputs]:
     """The inverse of `step_bytes`, on `device`. Raises InvariantError for a message of another
     length."""
-    rows, num_decode, width, longest, chunks, chunk_width, largest, has_rolling, visible = (
+    rows, num_decode, width, longest, chunks, chunk_width, largest, has_rolling, visible, writes = (
         _STEP.unpack_from(contents)
     )
+    sequences = num_decode + chunks
     reader = _Reader(contents, _STEP.size, device)
     ids, positions, slots = (reader.take(torch.int64, rows) for _ in range(3))
     decode = DecodeBatch(
@@ -90,7 +95,6 @@ def step_from(
     )
     rolling = None
     if has_rolling:
-        sequences = num_decode + chunks
         rolling = RollingInputs(
             reader.take(torch.int64, rows),
             reader.take(torch.int32, rows),
@@ -99,8 +103,12 @@ def step_from(
             reader.take(torch.int32, sequences),
             visible,
         )
+    states = None
+    if writes != NO_STATES:
+        sizes = sequences + 1, sequences, sequences + 1, writes, writes
+        states = StateRows(*(reader.take(torch.int32, size) for size in sizes))
     reader.end()
-    return ids, positions, AttentionInputs(slots, num_decode, decode, prefill, rolling)
+    return ids, positions, AttentionInputs(slots, num_decode, decode, prefill, rolling, states)
 
 
 def pairs_bytes(sources: Sequence[int], targets: Sequence[int]) -> bytes:
@@ -121,6 +129,9 @@ def _arrays(token_ids: Tensor, positions: Tensor, inputs: AttentionInputs) -> li
     if rolling is not None:
         arrays += [rolling.sink_positions, rolling.sink_ends, rolling.window_starts]
         arrays += [rolling.sink_blocks, rolling.bases]
+    if (states := inputs.states) is not None:
+        arrays += [states.starts, states.sources, states.write_starts]
+        arrays += [states.write_after, states.write_slots]
     return arrays
 
 

@@ -46,7 +46,7 @@ from penstock.workers.stats import RankStats
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
 OnStep = Callable[[Tensor, Tensor, AttentionInputs], None]
 OnLogits = Callable[[int], None]
-RankMemory = tuple[int, int]  # bytes of weights, and of K and V
+RankMemory = tuple[int, int, int]  # bytes of weights, of K and V, and of recurrent states
 
 
 class ShardAttention(Attention):
@@ -198,8 +198,8 @@ class ShardDecoder(Decoder):
         self.memory_of: list[RankMemory] = []  # of all ranks, on the first one
         self.on_step: OnStep | None = None  # of the first rank, once there are others
         self.on_logits: OnLogits | None = None
-        # Of blocks, tokens of a sequence, and bytes of a block here.
-        self.on_memory: Callable[[int, int, int], None] | None = None
+        # Of blocks, tokens of a sequence, slots for states; bytes here of K and V, and of states.
+        self.on_memory: Callable[[int, int, int, tuple[int, int]], None] | None = None
         # Takes host memory for a number of blocks on the other ranks.
         self.on_host: Callable[[int], HostMirror] | None = None
         self.on_broken: Callable[[], None] | None = None
@@ -246,12 +246,23 @@ class ShardDecoder(Decoder):
                 self.on_broken()
             raise
 
+    @property
+    def parts(self) -> tuple[ModelConfig, ...]:
+        ranks = range(self.shard.num_ranks)
+        return tuple(replace(self.shard, rank=rank).own_config for rank in ranks)
+
     def sink_queries(self, ws: Workspace) -> Tensor:
         return _columns(ws.q_sink, self.shard.attended.size)
 
     def ranks(self) -> tuple[RankStats, ...]:
-        waits = self.exchange.waits()
-        return tuple(RankStats(*memory, *wait) for memory, wait in zip(self.memory_of, waits))
+        return self._ranks(self.exchange.waits())
+
+    def _ranks(self, waits: Sequence[tuple[int, float]]) -> tuple[RankStats, ...]:
+        """`waits`: as Exchange.waits."""
+        return tuple(
+            RankStats(weights, kv, *wait, states)
+            for (weights, kv, states), wait in zip(self.memory_of, waits)
+        )
 
     @torch.inference_mode()
     def logits(
