@@ -85,9 +85,8 @@ def build_parts(
     reserved = 0 if adapters is None else adapters.reserved_bytes - adapters.num_bytes
     graph_bytes = 0 if sizes is None else sizes.num_bytes
     states = state_memory(config, model)
-    state_bytes, most_state_bytes = (
-        (0, 0) if states is None else (states.num_bytes, states.most_bytes)
-    )
+    state_bytes = 0 if states is None else states.num_bytes
+    of_parts = (0,) * len(model.parts) if states is None else states.bytes_of_parts
     draft_layout = layout if draft is None else layout_of_draft(config, draft, layout)
     memory = step_memory(
         config,
@@ -96,8 +95,8 @@ def build_parts(
         graph_bytes,
         other_bytes=reserved,
         state_bytes=state_bytes,
-        beside=memory_beside(config, draft, draft_layout)
-        + more_elsewhere(model, layout, most_state_bytes - state_bytes),
+        beside=memory_beside(config, draft, draft_layout),
+        elsewhere=more_elsewhere(model, layout, state_bytes, of_parts),
     )
     log_memory(config, memory)
     cache = KVCache(

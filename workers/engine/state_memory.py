@@ -27,11 +27,11 @@ STATE_FRACTION = 0.5  # of the memory for the KV cache, at most
 @dataclass(frozen=True, slots=True, eq=False)
 class StateMemory:
     """`layers`: the states of each layer with linear attention, in its slots: of those that this
-    process has, maybe none. `most_bytes`: on the rank of a group that has most."""
+    process has, maybe none. `bytes_of_parts`: of each of the model's parts."""
 
     num_slots: int
     num_bytes: int
-    most_bytes: int
+    bytes_of_parts: tuple[int, ...]
     layers: list[DeltaState]
 
 
@@ -46,8 +46,8 @@ def state_memory(config: EngineConfig, model: Decoder) -> StateMemory | None:
             )
         return None
     layout = _layout(model.config, model.dtype)
-    most_bytes = max(_layout(part, model.dtype).slot_bytes for part in model.parts)
-    num_slots = config.num_state_slots or _num_slots(config, most_bytes, model.device)
+    of_parts = [_layout(part, model.dtype).slot_bytes for part in model.parts]
+    num_slots = config.num_state_slots or _num_slots(config, max(of_parts), model.device)
     memory = torch.empty(num_slots, layout.slot_bytes, dtype=torch.uint8, device=model.device)
     log.info(
         "recurrent states: %d slots of %.2f MiB; two for each of up to %d running sequences, the "
@@ -56,7 +56,8 @@ def state_memory(config: EngineConfig, model: Decoder) -> StateMemory | None:
         layout.slot_bytes / 2**20,
         min(config.max_num_seqs, num_slots // 2),
     )
-    return StateMemory(num_slots, memory.numel(), num_slots * most_bytes, layout.views(memory))
+    bytes_of_parts = tuple(num_slots * each for each in of_parts)
+    return StateMemory(num_slots, memory.numel(), bytes_of_parts, layout.views(memory))
 
 
 def check_states(config: EngineConfig) -> None:
