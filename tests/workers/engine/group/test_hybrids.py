@@ -33,7 +33,7 @@ from penstock.workers.planning.shapes import SHAPES
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.quantize import plan_quantize, write_quantized
 from tests.workers.answers import answers, ids_of
-from tests.workers.checkpoints import make_checkpoint, random_model, random_prompt
+from tests.workers.checkpoints import HYBRIDS, make_checkpoint, random_model, random_prompt
 from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import PROMPTS, engine_of
 
@@ -98,7 +98,6 @@ def both(model: str, cut: dict[str, int], **options: Any) -> tuple[Any, Any, Any
         ("qwen3_5_text", PP2, {}),  # the second stage has no K and V
         ("qwen3_5_moe_text", PP2, {"weights": "int8", "max_num_batched_tokens": 8}),
         ("qwen3_next-dense", {"pipeline_parallel_size": 3}, {}),  # the third one has no states
-        ("qwen3_next", TP2 | PP2, {"kv": "int8"}),
     ],
 )  # fmt: skip
 def test_answers_of_one_process(name, cut, options):
@@ -106,6 +105,12 @@ def test_answers_of_one_process(name, cut, options):
     assert group == one
     assert len({tuple(ids) for ids, _, _ in one.values()}) == 2 * len(PROMPTS)
     assert any(cached for _, _, cached in one.values()), "no state of a prefix was used"
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_stages_of_several_ranks(name):
+    group, one, _ = both(str(make_checkpoint(name)), TP2 | PP2, kv="int8")
+    assert group == one
 
 
 @pytest.mark.parametrize(
