@@ -247,6 +247,9 @@ def test_what_cannot_be_divided_is_refused():
         engine_of(text, 5)
     with pytest.raises(ConfigError, match=r"3 leaves the first stage without .* set it to 2"):
         engine_of(text, 1, pipeline_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"16 leaves the first stage without .* set it to 15"):
+        Group(stages=16).check(SHAPES["Qwen3-Next-80B-A3B"])
+    Group(16, stages=15).check(SHAPES["Qwen3-Next-80B-A3B"])
     with pytest.raises(ConfigError, match="host_kv_gb cannot be combined with a model that has"):
         engine_of(text, 2, host_kv_gb=0.1)
 
