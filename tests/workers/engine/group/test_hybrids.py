@@ -92,7 +92,7 @@ def both(model: str, cut: dict[str, int], **options: Any) -> tuple[Any, Any, Any
         ("qwen3_next", {"tensor_parallel_size": 4}, {"weights": "int8", "kv": "int8"}),
         ("qwen3_5_text", TP2, {"weights": "int8", "kv": "int8", "kv_group": "8"}),
         ("qwen3_5_text", TP3, {"max_num_batched_tokens": 8}),  # prompts in chunks
-        ("qwen3_5_text", TP2, {"num_state_slots": 12}),
+        ("qwen3_5_text", TP2, {"num_state_slots": 12, "async_scheduling": "on"}),
         ("qwen3_5_moe_text", TP2, {"weights": "int4", "merge_steps": False}),
         ("qwen3_next-dense", TP3, {"weights": "int8"}),  # one key head for all, biases, a tied head
         ("qwen3_5_text", PP2, {}),  # the second stage has no K and V
