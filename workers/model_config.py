@@ -117,8 +117,6 @@ class ModelConfig:
         assert len(self.linear_layers) in (0, self.num_layers)
         if self.has_states and self.linear_attention is None:
             raise ConfigError("layers with linear attention need its shape")
-        if self.num_kv_layers == 0:
-            raise ConfigError("at least one layer must have full attention")
         assert len(self.layer_ropes) in (0, self.num_layers) and self.norm_place in NORM_PLACES
         assert len({rope.rotary_dim for rope in self.ropes}) == 1
 
@@ -150,12 +148,22 @@ class ModelConfig:
         """Layers with K and V."""
         return self.num_layers - sum(self.linear_layers)
 
-    def check_divisible(self) -> None:
-        """Raises ConfigError for a model that no group of processes can share."""
-        if self.has_states:
+    @property
+    def most_ranks(self) -> int:
+        """That can share a layer: each has a head."""
+        if self.linear_attention is None or not self.has_states:
+            return self.num_heads
+        return min(self.num_heads, self.linear_attention.num_value_heads)
+
+    def check_stages(self, num_stages: int) -> None:
+        """Raises ConfigError if the model cannot be divided so: the first stage, which counts
+        blocks, needs a layer that has K and V, and the first stages have the larger shares."""
+        before = self.linear_layers.index(False) if self.has_states else 0
+        if num_stages > 1 and -(-self.num_layers // num_stages) <= before:
             raise ConfigError(
-                "a model with linear attention is not divided among processes yet: leave "
-                "tensor_parallel_size and pipeline_parallel_size out"
+                f"pipeline_parallel_size {num_stages} leaves the first stage without a layer that "
+                "has K and V, which it needs beside those with linear attention; set it to "
+                f"{(self.num_layers - 1) // before} at most"
             )
 
     def is_linear(self, layer: int) -> bool:

@@ -136,6 +136,7 @@ class RankStats:
     kv_bytes: int
     num_gathers: int  # of rows that are divided among the ranks, since the start
     wait_s: float  # for the other ranks, in these
+    state_bytes: int = 0  # of recurrent states, of a model with linear attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class StateStats:
     """Recurrent states of one worker, in slots. Totals count from the start."""
 
     num_slots: int
-    slot_bytes: int
+    slot_bytes: int  # on all ranks of a group
     num_live: int  # of running requests, and snapshots in use
     num_snapshots: int  # states of prefixes that later requests may begin with
     num_evicted: int  # snapshots that made room

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.workers.adapters.table import AdapterTable
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.draft import draft_executor, memory_beside
-from penstock.workers.engine.sizing import log_memory, step_memory
+from penstock.workers.engine.sizing import log_memory, more_elsewhere, step_memory
 from penstock.workers.engine.speculation import drafting_of
 from penstock.workers.engine.state_memory import StateMemory, check_states, state_memory
 from penstock.workers.errors import ConfigError
@@ -35,8 +35,9 @@ from penstock.workers.memory.state_slots import StatePool
 from penstock.workers.memory.workspace import StepMemory
 from penstock.workers.model_config import check_length
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.host_batch import GroupMemory
 from penstock.workers.models.layers import LayerCache
-from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.scheduling.deferral import (
     Rule,
     deferral_of,
@@ -76,7 +77,7 @@ def build_parts(
 ) -> EngineParts:
     """The connected parts. Raises ConfigError where memory is short, and LoadError where an adapter
     cannot be read. Arguments: those of Engine."""
-    if model.config.has_states:
+    if model.whole_config.has_states:
         check_states(config)
     check_length(config.max_model_len, model.config.max_position_embeddings)
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
@@ -87,6 +88,7 @@ def build_parts(
     graph_bytes = 0 if sizes is None else sizes.num_bytes
     states = state_memory(config, model)
     state_bytes = 0 if states is None else states.num_bytes
+    of_parts = (0,) * len(model.parts) if states is None else states.bytes_of_parts
     draft_layout = layout if draft is None else layout_of_draft(config, draft, layout)
     memory = step_memory(
         config,
@@ -96,6 +98,7 @@ def build_parts(
         other_bytes=reserved,
         state_bytes=state_bytes,
         beside=memory_beside(config, draft, draft_layout),
+        elsewhere=more_elsewhere(model, layout, state_bytes, of_parts),
     )
     log_memory(config, memory)
     cache = KVCache(
@@ -126,8 +129,13 @@ def build_parts(
     )
     executor = make_executor(config, model, memory, max_model_len, states)
     if isinstance(model, ShardDecoder) and model.on_memory is not None:  # before the first pass
-        graphs = None if sizes is None else asdict(sizes)
-        model.on_memory(memory.arena.num_blocks, max_model_len, layout.block_bytes, graphs)
+        sized = GroupMemory(
+            memory.arena.num_blocks,
+            max_model_len,
+            0 if states is None else states.num_slots,
+            None if sizes is None else asdict(sizes),
+        )
+        model.on_memory(sized, (memory.arena.num_blocks * layout.block_bytes, state_bytes))
     # Of a step for a measurement: as many as other steps may have, which ranks of a group rely on.
     most_rows = memory.tokens_that_fit(min(PROBE_ROWS, config.max_num_batched_tokens))
     if config.kv_commit != "eager":
@@ -184,7 +192,7 @@ def group_host(model: Decoder, num_blocks: int) -> GroupHost | None:
     """None: `model` is no rank of a group."""
     if not isinstance(model, ShardDecoder) or model.on_host is None:
         return None
-    block_bytes = sum(kv_bytes for _, kv_bytes in model.memory_of) // num_blocks
+    block_bytes = sum(kv_bytes for _, kv_bytes, _ in model.memory_of) // num_blocks
     return GroupHost(block_bytes, model.on_host)
 
 

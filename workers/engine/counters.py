@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import saved_bytes
@@ -15,7 +16,15 @@ from penstock.workers.scheduling.deferral import Deferral
 from penstock.workers.scheduling.plan import Chunk
 from penstock.workers.scheduling.scheduler import Scheduler
 from penstock.workers.scheduling.sequence import Sequence
-from penstock.workers.stats import STEP_TOKENS_BOUNDS, DeferralStats, EngineStats, Histogram
+from penstock.workers.scheduling.states import StateCache
+from penstock.workers.stats import (
+    STEP_TOKENS_BOUNDS,
+    DeferralStats,
+    EngineStats,
+    Histogram,
+    RankStats,
+    StateStats,
+)
 
 
 @dataclass(slots=True)
@@ -112,9 +121,16 @@ def stats_of(
         step_model=totals.step_model.coefficients(),
         step_tokens=totals.step_tokens.snapshot(),
         experts=None if routed is None else routed.stats(),
-        states=None if cache.states is None else cache.states.stats(),
+        states=None if cache.states is None else _state_stats(cache.states, ranks),
         ranks=ranks,
     )
+
+
+def _state_stats(states: StateCache, ranks: Seq[RankStats]) -> StateStats:
+    """`ranks`: of a group, each with its part of every slot."""
+    stats = states.stats()
+    state_bytes = sum(each.state_bytes for each in ranks)
+    return replace(stats, slot_bytes=state_bytes // stats.num_slots or stats.slot_bytes)
 
 
 def _deferral_stats(deferral: Deferral | None) -> DeferralStats | None:

@@ -21,7 +21,7 @@ from penstock.workers.memory.workspace import StepMemory, logits_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import LayerCache
 from penstock.workers.models.loader import load_model
-from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.progress import Report
 from penstock.workers.quantization import int4_options

@@ -32,7 +32,7 @@ from penstock.workers.experts.writer import remove_expert_file, write_expert_fil
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.models.score_vector import configured_pooling
-from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.progress import PREPARING, Progress, Report
 from penstock.workers.quantization import int4_options

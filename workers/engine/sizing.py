@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -25,7 +26,8 @@ CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs need the rest
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Memory that a draft model takes beside the arena: in all, and for each block of the pool."""
+    """Memory that a draft model takes beside the arena, or by how much more or less another rank of
+    a group takes than this one: in all, and for each block of the pool."""
 
     num_bytes: int = 0
     block_bytes: int = 0
@@ -40,6 +42,7 @@ def step_memory(
     other_bytes: int = 0,
     state_bytes: int = 0,
     beside: Beside = Beside(),
+    elsewhere: Sequence[Beside] = (Beside(),),
 ) -> StepMemory:
     """The arena with its pool, and the activations and logits of a step in it.
 
@@ -47,7 +50,8 @@ def step_memory(
     pool is, and for some rows of drafts; with separate activations, for the largest step.
     `extra_bytes` of it stay free, after the scratch blocks. `other_bytes` of the device are left to
     adapters that are loaded later, where the size follows from its free memory; `state_bytes` of
-    what is allowed are taken by recurrent states, and `beside` by a draft model. Raises ConfigError
+    what is allowed are taken by recurrent states, and `beside` by a draft model. `elsewhere`: of
+    all ranks, which have as many blocks. Raises ConfigError
     if memory is short.
     """
     plan, logits = model.plan, logits_plan(model.config, model.dtype)
@@ -59,8 +63,9 @@ def step_memory(
     reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(most_rows)
     reserve_bytes += scratch_bytes(config, layout) + extra_bytes
     num_blocks = _num_blocks(
-        config, layout, model, reserve_bytes, other_bytes, state_bytes=state_bytes, beside=beside
-    )
+        config, layout, model, reserve_bytes, other_bytes, state_bytes=state_bytes, beside=beside,
+        elsewhere=elsewhere,
+    )  # fmt: skip
     num_borrowed = blocks_to_borrow(
         plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
     )
@@ -72,6 +77,23 @@ def step_memory(
         reserve_tokens=reserve_tokens,
         num_logits=most_rows,
     )
+
+
+def more_elsewhere(
+    model: Decoder, layout: BlockLayout, state_bytes: int, bytes_of_parts: Sequence[int]
+) -> list[Beside]:
+    """What each rank of a group takes more or less than this one, which counts blocks for all of
+    them. `layout` and `state_bytes`: of this one; `bytes_of_parts`: of states, of all."""
+    return [
+        Beside(
+            of_states - state_bytes,
+            replace(
+                layout, num_layers=part.num_kv_layers, num_kv_heads=part.num_kv_heads
+            ).block_bytes
+            - layout.block_bytes,
+        )
+        for part, of_states in zip(model.parts, bytes_of_parts, strict=True)
+    ]
 
 
 def saved_bytes(config: EngineConfig, memory: StepMemory) -> int:
@@ -105,6 +127,7 @@ def _num_blocks(
     *,
     state_bytes: int,
     beside: Beside,
+    elsewhere: Sequence[Beside],
 ) -> int:
     """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
 
@@ -118,7 +141,12 @@ def _num_blocks(
     taken = 0 if config.kv_cache_gb is None and model.device.type == "cuda" else state_bytes
     budget = cache_budget(config, model.device, other_bytes) - taken - beside.num_bytes
     block_bytes = layout.block_bytes + beside.block_bytes
-    num_blocks = min(int((budget - reserve_bytes) // block_bytes), useful)
+    that_fit = [
+        int((budget - more.num_bytes - reserve_bytes) // each)
+        for more in elsewhere
+        if (each := block_bytes + more.block_bytes)  # a stage may have no K and V
+    ]
+    num_blocks = min(*that_fit, useful)
     if num_blocks < 1:
         raise ConfigError(
             f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {block_bytes} bytes"

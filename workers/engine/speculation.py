@@ -36,7 +36,7 @@ def unsupported_reason(model: Decoder) -> str | None:
     """Why drafts cannot be verified with `model`, or proposed, or None."""
     if model.routed is not None:
         return "its experts come out of a cache (expert_cache_gb), and rejected rows would evict"
-    if model.config.has_states:
+    if model.whole_config.has_states:
         return "its linear attention has a state, which rejected tokens would have changed"
     if not model.generates:
         return "this checkpoint generates no text"

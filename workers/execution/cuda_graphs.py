@@ -214,7 +214,7 @@ def unsupported_reason(model: Decoder) -> str | None:
     """Why the steps of `model` cannot be captured, or None."""
     if model.device.type != "cuda":
         return "this worker computes on a CPU"
-    if model.config.has_states:
+    if model.whole_config.has_states:
         return "its linear attention has states, whose slots change with each step"
     if model.routed is not None:
         return "experts come out of a cache (expert_cache_gb), as the host finds out in each step"

@@ -182,7 +182,7 @@ class Executor:
         Leaves garbage in block 0, so call it before the first sequence is added.
         """
         batch = measured_batch(
-            num_rows, num_keys, self.block_size, has_states=self.model.config.has_states
+            num_rows, num_keys, self.block_size, has_states=self.model.whole_config.has_states
         )
         token_ids, inputs = self.put(batch.token_ids), batch.inputs(self.put)
         with self.memory.lease(num_rows) as workspace:

@@ -25,6 +25,8 @@ def qwen3_5(hf: Any) -> Fields:
     unknown = set(kinds) - {FULL, LINEAR}
     if unknown or len(kinds) != hf.num_hidden_layers:
         raise ConfigError(f"layer_types must name {FULL} or {LINEAR} for each layer; got {kinds}")
+    if FULL not in kinds:
+        raise ConfigError("at least one layer must have full attention")
     return {
         **attention_biases(hf),
         "qk_norm": "head",

@@ -287,4 +287,5 @@ def blocks_to_borrow(
     plan: BufferPlan, num_tokens: int, reserve_bytes: int, block_bytes: int
 ) -> int:
     """Blocks that `num_tokens` rows need beyond a reserve of `reserve_bytes`."""
-    return max(0, -(-(plan.bytes_for(num_tokens) - reserve_bytes) // block_bytes))
+    lacking = plan.bytes_for(num_tokens) - reserve_bytes
+    return -(-lacking // block_bytes) if lacking > 0 else 0

@@ -21,7 +21,9 @@ from penstock.workers.models.linear_attention import LinearAttention
 from penstock.workers.models.linear_build import build_linear_attention, gates_last
 from penstock.workers.models.linears import Linears, Weight
 from penstock.workers.models.moe import MoeMlp
-from penstock.workers.models.shards.layers import ShardAttention, ShardDecoder, ShardMlp
+from penstock.workers.models.shards.decoder import ShardDecoder
+from penstock.workers.models.shards.layers import ShardAttention, ShardMlp
+from penstock.workers.models.shards.linear import ShardLinearAttention
 from penstock.workers.models.shards.moe import ColumnMoe, HeldExperts, OwnExperts, ShardMoe
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.stages.decoder import StageDecoder, no_embedding
@@ -154,7 +156,8 @@ class _Builder:
         )
         for layer in layers:
             for part in (layer.mixer, layer.mlp):
-                assert isinstance(part, ShardAttention | ShardMlp | ShardMoe | ColumnMoe)
+                kinds = ShardAttention | ShardLinearAttention | ShardMlp | ShardMoe | ColumnMoe
+                assert isinstance(part, kinds)
                 part.join(self.shard, exchange)
         ends = embedding, layers, final_norm, lm_head
         if self.rank.num_stages == 1:
@@ -216,7 +219,8 @@ class _Builder:
         order, q_rows = None, q_size
         if config.attention_gate:  # stored beside each head's q; here after v
             q_rows = 2 * q_size
-            order = gates_last(config.num_heads, dim, 2 * kv_size)
+            own = config if self.shard is None else self.shard.own_config
+            order = gates_last(own.num_heads, dim, 2 * own.num_kv_heads * dim)
         parts = {f"{name}.q_proj": q_rows, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         norms = None
         if config.qk_norm != "none":

@@ -208,6 +208,11 @@ class Decoder:
         """What this process keeps of an adapter."""
         return AdapterPart.whole(self.config)
 
+    @property
+    def parts(self) -> tuple[ModelConfig, ...]:
+        """What each process of a group has of the model; of one alone, all."""
+        return (self.config,)
+
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""
         return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,3 +106,15 @@ class GroupStep:
     is_graph: bool = False  # all ranks replay a decode graph
     # The device of the first rank alone knows some of the ids, and gives all of them to the others.
     shares_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """What all ranks of a group have room for: KV blocks, tokens of a sequence, slots for recurrent
+    states (0: the model has none), and decode graphs (the fields of GraphSizes; None: there are
+    none)."""
+
+    num_blocks: int
+    max_model_len: int
+    num_slots: int = 0
+    graphs: dict[str, Any] | None = None

@@ -60,10 +60,26 @@ class LinearAttention:
 
         `x` may lie in R2, which is overwritten. It has no positions: `turn` is not used.
         """
+        ws = workspace
+        out = self.heads(x, ws, inputs, cache, qkvz=ws.delta_qkvz, ba=ws.delta_ba, out=ws.delta_out)
+        return linear(rows_for(self.o, out, ws), self.o, out=ws.projected)
+
+    def heads(
+        self,
+        x: Tensor | Int8Rows,
+        workspace: Workspace,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        *,
+        qkvz: Tensor,
+        ba: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """The heads' output before the projection, in `out` [T, values]; `qkvz` and `ba` hold the
+        projections meanwhile."""
         if isinstance(x, Int8Rows) or inputs.states is None or isinstance(cache, PagedKv):
             raise InvariantError("linear attention takes plain rows, and states")
-        ba = linear(x, self.ba, out=workspace.delta_ba)
-        qkvz = linear(rows_for(self.qkvz, x, workspace), self.qkvz, out=workspace.delta_qkvz)
+        linear(x, self.ba, out=ba)
+        linear(rows_for(self.qkvz, x, workspace), self.qkvz, out=qkvz)
         mixed, z = qkvz.split_with_sizes(self._parts, dim=1)
-        out = gated_delta(mixed, z, ba, self.weights, cache, inputs.states, out=workspace.delta_out)
-        return linear(rows_for(self.o, out, workspace), self.o, out=workspace.projected)
+        return gated_delta(mixed, z, ba, self.weights, cache, inputs.states, out=out)

@@ -16,7 +16,7 @@ from penstock.workers.gguf.header import find_gguf
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.build import build_decoder
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.shards.reading import own_part
 from penstock.workers.progress import LOADING, Report, counted, showing, told

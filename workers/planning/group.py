@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.families.linear_attention import LinearAttentionConfig
 from penstock.workers.model_config import ModelConfig
 
 
@@ -46,18 +48,17 @@ class Group:
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError if `model` cannot be cut so."""
-        if not 1 <= self.ranks <= model.num_heads:
+        if not 1 <= self.ranks <= model.most_ranks:
             raise ConfigError(
-                f"tensor_parallel_size must lie in [1, {model.num_heads}], the model's attention "
-                f"heads; got {self.ranks}"
+                f"tensor_parallel_size must lie in [1, {model.most_ranks}], the model's attention "
+                f"or value heads; got {self.ranks}"
             )
-        if self.devices > 1:
-            model.check_divisible()
         if not 1 <= self.stages <= model.num_layers:
             raise ConfigError(
                 f"pipeline_parallel_size must lie in [1, {model.num_layers}], the model's layers; "
                 f"got {self.stages}"
             )
+        model.check_stages(self.stages)
 
     @property
     def devices(self) -> int:
@@ -66,6 +67,14 @@ class Group:
     def layer_share(self, model: ModelConfig) -> float:
         """Of the layers, on the first stage."""
         return math.ceil(model.num_layers / self.stages) / model.num_layers
+
+    def layers_of_a_kind(self, model: ModelConfig) -> tuple[int, int]:
+        """With K and V, and with linear attention: each on the stage that has most."""
+        kinds = model.linear_layers or (False,) * model.num_layers
+        each, more = divmod(model.num_layers, self.stages)
+        bounds = [i * each + min(i, more) for i in range(self.stages + 1)]
+        of_stages = [kinds[first:end] for first, end in pairwise(bounds)]
+        return max(each.count(False) for each in of_stages), max(map(sum, of_stages))
 
     def turns(self, rows: int) -> tuple[int, int]:
         """Into how many parts a step of `rows` is cut, and how many parts follow one another until
@@ -82,6 +91,15 @@ class Group:
         """Whether each rank has some columns of all routed experts."""
         blocks = math.ceil(model.moe_intermediate_size / COLUMNS)
         return not self.whole_experts and 1 < self.ranks <= blocks
+
+    def linear_heads(self, shape: LinearAttentionConfig) -> tuple[int, int]:
+        """Key heads and value heads of linear attention, likewise: whole key heads, or a part of
+        the value heads of one."""
+        each = shape.num_value_heads // shape.num_key_heads
+        if self.ranks <= shape.num_key_heads:
+            keys = math.ceil(shape.num_key_heads / self.ranks)
+            return keys, keys * each
+        return 1, math.ceil(each / (self.ranks // shape.num_key_heads))
 
     def routed_share(self, model: ModelConfig) -> float:
         """Of the routed experts, on the rank that has most: of each column, or whole ones."""
@@ -128,9 +146,11 @@ class Group:
     def _widths(self, model: ModelConfig) -> list[list[int]]:
         """The columns that are gathered, by layer."""
         heads, hidden = model.num_heads * model.head_dim, model.hidden_size
-        found = []
-        for is_routed in model.moe_layers:
+        shape, found = model.linear_attention, []
+        for layer, is_routed in enumerate(model.moe_layers):
             widths = [heads, hidden]
+            if shape is not None and model.is_linear(layer):
+                widths = [shape.values, hidden]
             if model.qk_norm == "full":
                 widths += [heads, model.num_kv_heads * model.head_dim]
             if not is_routed:

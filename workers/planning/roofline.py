@@ -10,7 +10,7 @@ the hidden layers, kappa KV bytes per token.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.workers.errors import ConfigError
 from penstock.workers.model_config import ModelConfig
@@ -138,17 +138,20 @@ class Roofline:
     @property
     def kv_bytes_per_token(self) -> float:
         """kappa: K, V and their scales in all layers: of a group, on the device that has most."""
-        num_layers = self.model.num_kv_layers * self.group.layer_share(self.model)
+        num_layers, _ = self.group.layers_of_a_kind(self.model)
         return num_layers * self._kv_bytes_per_layer
 
     @property
     def state_bytes(self) -> int:
-        """The recurrent state of one sequence: of layers with linear attention."""
+        """The recurrent state of one sequence: of layers with linear attention. Of a group, on the
+        device that has most."""
         shape = self.model.linear_attention
         if shape is None:
             return 0
-        each = shape.state_elements * 4 + shape.kept_elements * self._format.other_bytes
-        return sum(self.model.linear_layers) * each
+        keys, values = self.group.linear_heads(shape)
+        own = replace(shape, num_key_heads=keys, num_value_heads=values)
+        each = own.state_elements * 4 + own.kept_elements * self._format.other_bytes
+        return self.group.layers_of_a_kind(self.model)[1] * each
 
     @property
     def block_bytes(self) -> int:
@@ -344,7 +347,7 @@ class Roofline:
         # Every part reads the weights of a stage; the stages before and after it are idle at the
         # ends.
         parts, turns = group.turns(rows)
-        states = 2 * self.state_bytes * max(1, head_rows)  # one of each sequence
+        states = 2 * self.state_bytes * max(1, head_rows) * turns / parts  # one of each sequence
         by_part = turns * group.layer_share(m)
         by_row = by_part / parts
         head_compute_s = head_rows * self.head_flops / head_peak / group.ranks

@@ -16,7 +16,7 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
     labels = (*LABELS, "rank")
     memory = GaugeMetricFamily(
         "penstock_rank_memory_bytes",
-        "Memory of one rank of a worker's group, for weights and for K and V.",
+        "Memory of one rank of a worker's group, for weights, K and V, and recurrent states.",
         labels=(*labels, "use"),
     )
     gathers = CounterMetricFamily(
@@ -34,6 +34,8 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
             each = (*names, str(number))
             memory.add_metric((*each, "weights"), rank.weight_bytes)
             memory.add_metric((*each, "kv"), rank.kv_bytes)
+            if rank.state_bytes:
+                memory.add_metric((*each, "states"), rank.state_bytes)
             gathers.add_metric(each, rank.num_gathers)
             waits.add_metric(each, rank.wait_s)
     yield from (memory, gathers, waits)

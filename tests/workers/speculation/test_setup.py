@@ -33,7 +33,7 @@ CPU, GPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="cuda")
 
 def model_with(**more: Any) -> Any:
     config = SimpleNamespace(has_states=False)
-    known = {"device": CPU, "routed": None, "generates": True, "config": config}
+    known = {"device": CPU, "routed": None, "generates": True, "whole_config": config}
     return SimpleNamespace(**{**known, **more})
 
 
@@ -71,7 +71,7 @@ def test_where_there_are_no_drafts_auto_is_off_and_others_are_refused(monkeypatc
     cases: list[tuple[dict[str, Any], str]] = [
         ({"routed": object()}, "expert_cache_gb"),
         ({"generates": False}, "generates no text"),
-        ({"config": SimpleNamespace(has_states=True)}, "linear attention has a state"),
+        ({"whole_config": SimpleNamespace(has_states=True)}, "linear attention has a state"),
     ]
     for more, why in cases:
         assert proposer_with("auto", **more) is None

@@ -28,8 +28,8 @@ from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.host_batch import GroupStep
-from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.host_batch import GroupMemory, GroupStep
+from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
 
@@ -156,14 +156,13 @@ class Leader:
     def _end_all(self) -> None:
         end_with_group("a step of this worker's group has failed half-way")
 
-    def _memory(
-        self, num_blocks: int, max_model_len: int, block_bytes: int, graphs: dict[str, Any] | None
-    ) -> None:
-        numbers = {"num_blocks": num_blocks, "max_model_len": max_model_len, "graphs": graphs}
-        self._send_all(wire.MEMORY, json.dumps(numbers).encode())
-        kv_bytes = [num_blocks * block_bytes, *self._await_ready()]
+    def _memory(self, sized: GroupMemory, own: tuple[int, int]) -> None:
+        self._send_all(wire.MEMORY, json.dumps(asdict(sized)).encode())
+        of_caches = [own, *self._await_ready()]  # bytes of K and V, and of states
         assert self._model is not None
-        self._model.memory_of = list(zip(self._weight_bytes, kv_bytes))
+        self._model.memory_of = [
+            (weights, *caches) for weights, caches in zip(self._weight_bytes, of_caches)
+        ]
 
     def _capture(self) -> Callable[[], None]:
         self._send_all(wire.CAPTURE)
@@ -199,6 +198,6 @@ class Leader:
             for peer in self._peers[: self.rank.num_ranks - 1]:  # of the first stage
                 peer.send(kind, num_rows.to_bytes(8, "little"))
 
-    def _await_ready(self) -> list[int]:
-        """The number that each says with it."""
+    def _await_ready(self) -> list[Any]:
+        """What each says with it."""
         return [peer.await_ready() for peer in self._peers]

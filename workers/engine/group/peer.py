@@ -8,11 +8,13 @@ noticed by the steps of the worker, which then make no progress (engine/thread.p
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from penstock.workers.engine.group import wire
 from penstock.workers.errors import LoadError
@@ -47,8 +49,8 @@ class Peer:
             raise wire.PeerGone("it has closed the connection")
         return kind, contents
 
-    def await_ready(self) -> int:
-        """The number that it says with READY. Raises LoadError if it ends before, or cannot."""
+    def await_ready(self) -> Any:
+        """What it says with READY. Raises LoadError if it ends before, or cannot."""
         try:
             kind, contents = self.receive()
         except wire.PeerGone as error:
@@ -57,7 +59,7 @@ class Peer:
             ) from error
         if kind != wire.READY:
             raise LoadError(f"rank {self.number} of the group: {contents.decode(errors='replace')}")
-        return int(contents)
+        return json.loads(contents)
 
     def watch(self, on_loss: Callable[[str], None]) -> None:
         """From now on, call `on_loss`, on another thread, once it hangs or is gone."""

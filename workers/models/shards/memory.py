@@ -47,6 +47,7 @@ class ExchangeSizes:
             config.hidden_size,
             config.shared_expert_intermediate_size,
             config.num_experts_per_token * max(config.hidden_size, config.moe_intermediate_size),
+            0 if config.linear_attention is None else config.linear_attention.values,
         )
         step = self.max_tokens * widest * ITEM_BYTES
         logits = self.max_logits * config.vocab_size * ITEM_BYTES

@@ -45,6 +45,7 @@ class Rank:
 
     def stage_of(self, config: ModelConfig) -> Stage:
         """The same."""
+        config.check_stages(self.num_stages)
         return Stage(self.number // self.num_ranks, self.num_stages, config.num_layers)
 
     def exchange_for(self, config: ModelConfig, device: torch.device) -> Exchange:

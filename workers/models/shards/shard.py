@@ -3,8 +3,9 @@
 Every linear is cut by its outputs, and its whole input is gathered: each output is then the same
 dot product over the whole input by the same kernel, so a group has the bits of one process, in
 every number format. Shares are as even as whole KV heads and blocks of columns allow; where there
-are more ranks than KV heads, some have the same one, and share its query heads. Of routed experts
-each rank has some columns of all, or all columns of some.
+are more ranks than KV heads, some have the same one, and share its query heads. The value heads of
+linear attention go with their key heads likewise. Of routed experts each rank has some columns of
+all, or all columns of some.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.quant import QuantizedWeight
 from penstock.workers.errors import ConfigError, InvariantError
+from penstock.workers.families.linear_attention import LinearAttentionConfig
 from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.weights.joined import selected
@@ -52,44 +54,54 @@ class Shard:
     whole_experts: bool = False
 
     def __post_init__(self) -> None:
-        config, wanted = self.config, f"tensor_parallel_size {self.num_ranks}"
-        config.check_divisible()
-        if self.num_ranks > config.num_heads:
+        most = self.config.most_ranks
+        if self.num_ranks > most:
+            kind = "attention" if most == self.config.num_heads else "value"
             raise ConfigError(
-                f"{wanted} is more than the {config.num_heads} attention heads of this model, and "
-                f"each rank needs one; set it to {config.num_heads} at most"
+                f"tensor_parallel_size {self.num_ranks} is more than the {most} {kind} heads of "
+                f"this model, and each rank needs one; set it to {most} at most"
             )
 
     @property
     def kv_heads(self) -> Span:
         """With more ranks than KV heads, one that other ranks have, too."""
-        if self.num_ranks <= self.config.num_kv_heads:
-            return self._share(self.config.num_kv_heads, 1)
-        head, _, _ = self._shared_head
-        return Span(head, head + 1, self.config.num_kv_heads)
+        return self._grouped(self.config.num_kv_heads, self.config.num_heads)[0]
 
     @property
     def heads(self) -> Span:
         """The query heads of the KV heads, or this rank's of those of a KV head that it shares."""
-        group = self.config.num_heads // self.config.num_kv_heads
-        if self.num_ranks <= self.config.num_kv_heads:
-            return self.kv_heads.of(group)
-        head, place, num_ranks = self._shared_head
-        first, end = _even(group, place, num_ranks)
-        return Span(head * group + first, head * group + end, self.config.num_heads)
+        return self._grouped(self.config.num_kv_heads, self.config.num_heads)[1]
 
     @property
-    def _shared_head(self) -> tuple[int, int, int]:
-        """With more ranks than KV heads, the one of this rank; its place among the ranks that have
-        it; and their number."""
-        for head in range(self.config.num_kv_heads):
-            first, end = self._ranks_of(head)
-            if first <= self.rank < end:
-                return head, self.rank - first, end - first
-        raise InvariantError("every rank has a KV head")
+    def key_heads(self) -> Span:
+        """Of linear attention; with more ranks than key heads, one that other ranks have, too."""
+        return self._grouped(self._linear.num_key_heads, self._linear.num_value_heads)[0]
 
-    def _ranks_of(self, head: int) -> tuple[int, int]:
-        return _even(self.num_ranks, head, self.config.num_kv_heads)
+    @property
+    def value_heads(self) -> Span:
+        """The value heads of the key heads, or this rank's of those of one that it shares."""
+        return self._grouped(self._linear.num_key_heads, self._linear.num_value_heads)[1]
+
+    def _grouped(self, num_groups: int, num_heads: int) -> tuple[Span, Span]:
+        """Of `num_groups` equal groups of heads: this rank's groups, and its heads of them."""
+        each = num_heads // num_groups
+        if self.num_ranks <= num_groups:
+            own = self._share(num_groups, 1)
+            return own, own.of(each)
+        for group in range(num_groups):
+            first, end = _even(self.num_ranks, group, num_groups)  # the ranks that have it
+            if first <= self.rank < end:
+                place, num_ranks = self.rank - first, end - first
+                head, last = (group * each + i for i in _even(each, place, num_ranks))
+                return Span(group, group + 1, num_groups), Span(head, last, num_heads)
+        raise InvariantError("every rank has a head")
+
+    @property
+    def _linear(self) -> LinearAttentionConfig:
+        shape = self.config.linear_attention
+        if shape is None:
+            raise InvariantError("this model has no linear attention")
+        return shape
 
     @property
     def attended(self) -> Span:
@@ -100,6 +112,11 @@ class Shard:
     def key_columns(self) -> Span:
         """Columns of the projections to K and to V."""
         return self.kv_heads.of(self.config.head_dim)
+
+    @property
+    def delta_values(self) -> Span:
+        """Columns of the output of linear attention, before its projection."""
+        return self.value_heads.of(self._linear.value_dim)
 
     @property
     def inner(self) -> Span:
@@ -151,21 +168,32 @@ class Shard:
 
     @property
     def own_config(self) -> ModelConfig:
-        """Of a model that has this rank's heads only: for its KV cache."""
-        return replace(self.config, num_heads=self.heads.size, num_kv_heads=self.kv_heads.size)
+        """Of a model that has this rank's heads only: for its KV cache and its states."""
+        shape = self.config.linear_attention
+        if shape is not None:
+            keys, values = self.key_heads.size, self.value_heads.size
+            shape = replace(shape, num_key_heads=keys, num_value_heads=values)
+        return replace(
+            self.config,
+            num_heads=self.heads.size,
+            num_kv_heads=self.kv_heads.size,
+            linear_attention=shape,
+        )
 
     def rows_of(self, module: str) -> Span | None:
-        """Which outputs of a linear this rank has; None: all of them."""
+        """Which outputs of a linear this rank takes, one after another; None: all of them."""
         parent, _, kind = module.rpartition(".")
         names = FAMILIES[self.config.architecture].names
         if ".experts." in module:
             gate, up, down = names.expert
             cuts = {gate: self.expert_inner, up: self.expert_inner, down: self.hidden}
             return cuts.get(kind) if self.cuts_experts else None
+        if parent.endswith(".linear_attn"):
+            return self._linear_rows_of(kind)
         shared = names.shared_expert
         inner = self.shared_inner if parent.endswith(f".{shared}") else self.inner
         return {
-            "q_proj": self.attended,
+            "q_proj": self.attended.of(1 + self.config.attention_gate),  # beside each head's q
             "k_proj": self.key_columns,
             "v_proj": self.key_columns,
             "o_proj": self.hidden,
@@ -173,6 +201,19 @@ class Shard:
             "up_proj": inner,
             "down_proj": self.hidden,
             "lm_head": None if self.config.tie_word_embeddings else self.vocab,
+        }.get(kind)
+
+    def _linear_rows_of(self, kind: str) -> Span | None:
+        """Where rows lie by key head, whole ones: models/linear_build.py chooses among them."""
+        shape = self._linear
+        shared = shape.num_value_heads // shape.num_key_heads
+        return {
+            "in_proj_qkvz": self.key_heads.of(2 * (shape.key_dim + shared * shape.value_dim)),
+            "in_proj_ba": self.key_heads.of(2 * shared),
+            "in_proj_z": self.delta_values,
+            "in_proj_b": self.value_heads,
+            "in_proj_a": self.value_heads,
+            "out_proj": self.hidden,
         }.get(kind)
 
     def lacks(self, name: str) -> bool:

@@ -8,6 +8,7 @@ parts of a step (GPipe, Huang et al. 2019, section 2.3; without their gradients)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import Workspace
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.layers import AttentionInputs, LayerCache
+from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.exchange import Exchange
-from penstock.workers.models.shards.layers import ShardDecoder
 from penstock.workers.models.shards.shard import Shard
 from penstock.workers.models.stages.link import StageLink
 from penstock.workers.models.stages.parts import parts_of
@@ -87,7 +89,7 @@ class StageDecoder(ShardDecoder):
     ) -> Tensor:
         assert self._rows is not None, "begin comes first"
         token_ids, positions = self._rows
-        first = kv_layers[0]
+        first = kv_layers[0]  # one with recurrent states keeps chunks, too
         keeps_chunks = isinstance(first, PagedKv) and first.scratch is not None
         parts = parts_of(inputs, self.stage.num_stages, keeps_chunks=keeps_chunks)
         with self._whole():
@@ -119,7 +121,13 @@ class StageDecoder(ShardDecoder):
     def ranks(self) -> tuple[RankStats, ...]:
         """How long each waits is known of this rank alone, for the last stage's rows."""
         waits = [(self.link.num_received, self.link.waited_s)] + [(0, 0.0)] * len(self.memory_of)
-        return tuple(RankStats(*memory, *wait) for memory, wait in zip(self.memory_of, waits))
+        return self._ranks(waits)
+
+    @property
+    def parts(self) -> tuple[ModelConfig, ...]:
+        stages = [replace(self.stage, number=number) for number in range(self.stage.num_stages)]
+        of_ranks = super().parts
+        return tuple(stage.config_of(part) for stage in stages for part in of_ranks)
 
 
 def no_embedding(hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """A step in parts of its rows, so that stages compute at the same time.
 
 A row's result depends neither on the other rows of a step nor on how a prompt is cut into chunks,
-so any cut is as good as another: the parts follow one another, as chunks do.
+so any cut is as good as another: the parts follow one another, as chunks do. Only a chunk that ends
+with a recurrent state stays whole: there is no slot for the state in its middle.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from penstock.kernels.delta_types import StateRows
 from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
@@ -34,13 +36,14 @@ def parts_of(
     inputs: AttentionInputs, num_stages: int, *, keeps_chunks: bool = False
 ) -> list[StepPart]:
     """All rows, in their order. `keeps_chunks`: a prompt's chunk is in one part, as it must be
-    where its keys lie in scratch blocks that every layer overwrites."""
+    where its keys lie in scratch blocks that every layer overwrites. A step with recurrent states
+    keeps its chunks, too."""
     num_rows = len(inputs.slots)
     least = LEAST_ROWS[inputs.slots.device.type]
     num = max(1, min(num_stages * PARTS_A_STAGE, num_rows // least))
     bounds = [number * num_rows // num for number in range(num + 1)]
     starts = [int(each) for each in inputs.prefill.query_starts.tolist()]
-    if keeps_chunks:
+    if keeps_chunks or inputs.states is not None:
         ends = {inputs.num_decode + each for each in starts} | {num_rows}
         bounds = [each for each in bounds if each <= inputs.num_decode or each in ends]
         bounds = sorted({0, *bounds, num_rows})
@@ -69,6 +72,7 @@ def _part(inputs: AttentionInputs, starts: Sequence[int], first: int, end: int) 
             decode,
             _chunks(inputs.prefill, starts, own, begin, stop),
             inputs.rolling and _rolling(inputs.rolling, slice(first, end), decoding, own, num),
+            inputs.states and _states(inputs.states, first, end),
         ),
     )
 
@@ -103,4 +107,19 @@ def _rolling(
         of_sequences(rolling.sink_blocks),
         of_sequences(rolling.bases),
         rolling.max_visible_len,
+    )
+
+
+def _states(states: StateRows, first: int, end: int) -> StateRows:
+    """Of the sequences in rows [first, end), all of whose rows these have."""
+    starts = states.starts.tolist()
+    begin, stop = starts.index(first), starts.index(end)
+    writes = states.write_starts[begin : stop + 1]
+    written = slice(int(writes[0]), int(writes[-1]))
+    return StateRows(
+        states.starts[begin : stop + 1] - first,
+        states.sources[begin:stop],
+        writes - writes[0],
+        states.write_after[written],
+        states.write_slots[written],
     )

@@ -52,6 +52,7 @@ class Stage:
             num_layers=len(self.layers),
             sliding_window=config.sliding_window[own],
             moe_layers=config.moe_layers[own],
+            linear_layers=config.linear_layers[own],
             layer_ropes=config.layer_ropes[own],
         )
 

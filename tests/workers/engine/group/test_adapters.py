@@ -36,7 +36,7 @@ from penstock.workers.engine.group.peer import Peer
 from penstock.workers.errors import LoadError
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.loader import load_model
-from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.shard import Shard
 from penstock.workers.models.stages.stage import Stage
 from penstock.workers.request import Request, RequestError, SamplingParams

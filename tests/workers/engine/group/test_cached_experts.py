@@ -14,7 +14,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine import load
 from penstock.workers.engine.engine import Engine
 from penstock.workers.errors import ConfigError
-from penstock.workers.models.shards.layers import ShardDecoder
+from penstock.workers.models.shards.decoder import ShardDecoder
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import engine_of, run

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.workers.engine import build, load
-from penstock.workers.engine.group import follower
+from penstock.workers.engine.group import commands
 from penstock.workers.errors import ConfigError
 from penstock.workers.execution.cuda_graphs import graph_sizes
 from penstock.workers.request import Request, SamplingParams
@@ -28,7 +28,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 
 def run_again() -> None:
     """In another rank: what this replaces is CUDA's."""
-    pytest.MonkeyPatch().setattr(follower, "CudaCapture", Recorder)
+    pytest.MonkeyPatch().setattr(commands, "CudaCapture", Recorder)
 
 
 def requests() -> list[Request]:

@@ -41,7 +41,9 @@ def check_once(tensors: dict[str, StoredTensor], config: ModelConfig, num_ranks:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-tied", "olmoe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-bias", "llama-tied", "olmoe", "mixtral", "qwen3_next", "qwen3_5_text"]
+)
 def test_a_checkpoint_is_read_once(name, num_ranks):
     folder = make_checkpoint(name)
     config = ModelConfig.from_pretrained(folder)
