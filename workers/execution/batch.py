@@ -76,6 +76,7 @@ def host_batch(plan: Plan, block_size: int, row_of: Mapping[Sequence, int]) -> H
         unread=np.array([*zip(*unread)], dtype=np.int64).reshape(2, -1),
         rolling=_rolling([*rows, *prefill], positions),
         states=_states([*decode, *prefill]),
+        uses_scratch=any(chunk.scratch for chunk in [*decode, *prefill]),
     )
 
 

@@ -34,6 +34,7 @@ class HostBatch:
     unread: Ints  # [2, N]: rows whose ids only the device has, and their rows in the step before
     rolling: HostRolling | None
     states: HostStates | None = None
+    uses_scratch: bool = False
 
     def inputs(self, put: Put) -> AttentionInputs:
         """The inputs on the device that `put` copies to."""
@@ -53,6 +54,7 @@ class HostBatch:
             ),
             rolling=None if self.rolling is None else self.rolling.inputs(put),
             states=None if self.states is None else self.states.inputs(put),
+            uses_scratch=self.uses_scratch,
         )
 
 

@@ -98,6 +98,7 @@ class AttentionInputs:
     prefill: PrefillBatch
     rolling: RollingInputs | None = None  # None: every row sees its whole context
     states: StateRows | None = None  # None: the model has no recurrent states
+    uses_scratch: bool = False  # keys of some rows lie in scratch blocks, which layers share
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ LINES: dict[str, dict[str, object]] = {
         "draft_model": "org/small",
         "speculate_tokens": 4,
     },
-    """--speculative-config '{"method": "draft_model", "model": "org/small"}'""": {
+    """--speculative-config '{"model": "org/small", "draft_tensor_parallel_size": 1}'""": {
         "speculate": "draft",
         "draft_model": "org/small",
     },
@@ -94,10 +94,11 @@ REFUSED = {
     "--decode-context-parallel-size 2": "a context lies on one worker",
     "--gpu-memory-utilization 0.9": "--kv-cache-gb X",
     "--trust-remote-code": "runs no code from a checkpoint",
-    "--enable-eplb": "a fixed range of the experts",
+    "--enable-eplb": "a fixed part of the experts",
     '--speculative-config {"method":"eagle","model":"x"}': "by trained heads",
     '--speculative-config {"method":"ngram","model":"x"}': "by trained heads",
     '--speculative-config {"method":"draft_model"}': "by trained heads",
+    '--speculative-config {"model":"x","draft_tensor_parallel_size":2}': "by trained heads",
     "--speculative-config ngram": "by trained heads",
     "--speculative-model x": "--speculate draft --draft-model X",
     "--reasoning-parser step3": "deepseek_r1, qwen3",

@@ -22,7 +22,7 @@ DRAFT_STEP, DRAFT_LOGITS = 10, 11  # of the draft model, if all ranks have a par
 OF_ADAPTERS = LOAD_ADAPTER, DROP_ADAPTERS, STEP_ADAPTERS = 12, 13, 14  # adapters.py
 PULSE, FAILED = -1, -2
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
-_STEP = struct.Struct("<6q")
+_STEP = struct.Struct("<7q")
 _ARRAY = struct.Struct("<4q")  # whether of int64, whether of two dimensions, rows, columns
 LARGEST = 1 << 30  # bytes of a message
 _ARRAYS: dict[type, tuple[str, ...]] = {  # int64 or int32, in the order in which they travel
@@ -66,6 +66,7 @@ def step_bytes(step: GroupStep) -> bytes:
         batch.rolling is not None,
         0 if batch.rolling is None else batch.rolling.max_visible_len,
         batch.states is not None,
+        batch.uses_scratch,
     )
     found = [head]
     for part in parts:
@@ -81,7 +82,9 @@ def step_bytes(step: GroupStep) -> bytes:
 def step_from(contents: bytes) -> GroupStep:
     """The inverse of `step_bytes`. Raises InvariantError for a message of another length."""
     reader = _Reader(contents)
-    is_graph, shares_ids, longest, has_rolling, visible, has_states = reader.numbers(_STEP)
+    is_graph, shares_ids, longest, has_rolling, visible, has_states, uses_scratch = reader.numbers(
+        _STEP
+    )
     arrays = {name: reader.array() for name in _ARRAYS[HostBatch]}
     rolling, states = None, None
     if has_rolling:
@@ -92,7 +95,12 @@ def step_from(contents: bytes) -> GroupStep:
     reader.end()
     unread = np.empty((2, 0), dtype=np.int64)
     batch = HostBatch(
-        **arrays, max_prefill_chunk=longest, unread=unread, rolling=rolling, states=states
+        **arrays,
+        max_prefill_chunk=longest,
+        unread=unread,
+        rolling=rolling,
+        states=states,
+        uses_scratch=bool(uses_scratch),
     )
     return GroupStep(batch, bool(is_graph), bool(shares_ids))
 

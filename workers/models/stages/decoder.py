@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.rowwise import rms_norm
-from penstock.kernels.types import PackedLinear, PagedKv
+from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.experts.modes import StepRows
@@ -89,9 +89,7 @@ class StageDecoder(ShardDecoder):
     ) -> Tensor:
         assert self._rows is not None, "begin comes first"
         token_ids, positions = self._rows
-        first = kv_layers[0]  # one with recurrent states keeps chunks, too
-        keeps_chunks = isinstance(first, PagedKv) and first.scratch is not None
-        parts = parts_of(inputs, self.stage.num_stages, keeps_chunks=keeps_chunks)
+        parts = parts_of(inputs, self.stage.num_stages)
         with self._whole():
             for part in parts:
                 rows, own = slice(part.first, part.end), ws.rows(part.first, part.end)

@@ -1,8 +1,8 @@
 """A step in parts of its rows, so that stages compute at the same time.
 
 A row's result depends neither on the other rows of a step nor on how a prompt is cut into chunks,
-so any cut is as good as another: the parts follow one another, as chunks do. Only a chunk that ends
-with a recurrent state stays whole: there is no slot for the state in its middle.
+so any cut is as good as another: the parts follow one another, as chunks do. Chunks stay whole
+where commits are deferred, and with recurrent states: there is no slot for one in the middle.
 """
 
 from __future__ import annotations
@@ -32,18 +32,15 @@ class StepPart:
     inputs: AttentionInputs
 
 
-def parts_of(
-    inputs: AttentionInputs, num_stages: int, *, keeps_chunks: bool = False
-) -> list[StepPart]:
-    """All rows, in their order. `keeps_chunks`: a prompt's chunk is in one part, as it must be
-    where its keys lie in scratch blocks that every layer overwrites. A step with recurrent states
-    keeps its chunks, too."""
+def parts_of(inputs: AttentionInputs, num_stages: int) -> list[StepPart]:
+    """All rows, in their order. A prompt's chunk is in one part where keys lie in scratch blocks,
+    which every layer overwrites, and where there are recurrent states."""
     num_rows = len(inputs.slots)
     least = LEAST_ROWS[inputs.slots.device.type]
     num = max(1, min(num_stages * PARTS_A_STAGE, num_rows // least))
     bounds = [number * num_rows // num for number in range(num + 1)]
     starts = [int(each) for each in inputs.prefill.query_starts.tolist()]
-    if keeps_chunks or inputs.states is not None:
+    if inputs.uses_scratch or inputs.states is not None:
         ends = {inputs.num_decode + each for each in starts} | {num_rows}
         bounds = [each for each in bounds if each <= inputs.num_decode or each in ends]
         bounds = sorted({0, *bounds, num_rows})

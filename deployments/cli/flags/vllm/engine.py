@@ -55,6 +55,8 @@ def _speculation(text: str) -> Settings | None:
     found = {"speculate": method}
     if method == "draft" and isinstance(model := config.pop("model", None), str):
         found["draft_model"] = model
+        if config.get("draft_tensor_parallel_size") == 1:  # it is whole, on the first rank
+            del config["draft_tensor_parallel_size"]
     if config.keys() - _TUNING or (method == "draft" and "draft_model" not in found):
         return None
     return found if num is None else {**found, "speculate_tokens": str(num)}

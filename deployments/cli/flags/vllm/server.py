@@ -17,7 +17,7 @@ _RAY_PLACES = (
     "`penstock serve MODEL --ray-address HOST:PORT --num-workers N` (docs/operations/cluster.md)"
 )
 _NO_EXPERT_GROUPS = (
-    "each rank of a group has a fixed range of the experts, and every rank has all tokens; leave "
+    "each rank of a group has a fixed part of the experts, and every rank has all tokens; leave "
     "it out"
 )
 _CORS = "--allowed-origins is enough: GET, HEAD, POST, DELETE and any header pass, without cookies"

@@ -5,6 +5,7 @@ Real processes. The oracle is the engine of one process, whose ids equal transfo
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -293,7 +294,7 @@ def rows_of(inputs: AttentionInputs) -> list[tuple[Any, ...]]:
 
 @given(inputs=steps(), stages=st.integers(2, 5), keeps_chunks=st.booleans())
 def test_parts_have_the_rows_of_the_step_in_their_order(inputs, stages, keeps_chunks):
-    parts = parts_of(inputs, stages, keeps_chunks=keeps_chunks)
+    parts = parts_of(dataclasses.replace(inputs, uses_scratch=keeps_chunks), stages)
     assert [row for part in parts for row in rows_of(part.inputs)] == rows_of(inputs)
     bounds = [(part.first, part.end) for part in parts]
     assert bounds[0][0] == 0 and bounds[-1][1] == len(inputs.slots)

@@ -41,6 +41,7 @@ def made(decode: int, chunks: int, width: int, rolled: bool, states: bool, seed:
         unread=np.zeros((2, 0), dtype=np.int64),
         rolling=rolling,
         states=kept,
+        uses_scratch=bool(seed % 2),
     )
 
 
@@ -77,6 +78,6 @@ def test_a_step_travels(decode, chunks, width, rolled, states, is_graph, shares_
 
 def test_a_negative_size_is_refused():
     contents = bytearray(wire.step_bytes(GroupStep(made(2, 1, 3, False, False, 0))))
-    contents[48 + 16 : 48 + 24] = (-2).to_bytes(8, "little", signed=True)  # rows of the first array
+    contents[56 + 16 : 56 + 24] = (-2).to_bytes(8, "little", signed=True)  # rows of the first array
     with pytest.raises(InvariantError, match="of a negative size"):
         wire.step_from(bytes(contents))
