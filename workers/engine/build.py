@@ -19,7 +19,7 @@ from penstock.workers.engine.sizing import log_memory, more_elsewhere, step_memo
 from penstock.workers.engine.speculation import drafting_of
 from penstock.workers.engine.state_memory import StateMemory, check_states, state_memory
 from penstock.workers.errors import ConfigError
-from penstock.workers.execution.cpu_replay import DecodeReplay
+from penstock.workers.execution.cpu_replay import replay_for
 from penstock.workers.execution.cuda_graphs import (
     Capture,
     CudaCapture,
@@ -235,10 +235,8 @@ def make_executor(
             next(of_states) if is_linear else next(of_kv)
             for is_linear in model.config.linear_layers
         ]
-    replay = None
-    if model.device.type == "cpu" and model.is_recordable:
-        longest = -(-max_model_len // config.block_size) + num_scratch_blocks(config)
-        replay = DecodeReplay(model, caches, config.max_sampled_rows, longest)
+    longest = -(-max_model_len // config.block_size) + num_scratch_blocks(config)
+    replay = replay_for(model, caches, config.max_sampled_rows, longest)
     return Executor(
         model, caches, config.block_size, memory, replay, samples_fast=config.fast_sampling
     )

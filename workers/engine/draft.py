@@ -12,7 +12,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import Beside
 from penstock.workers.engine.speculation import draft_problem, unsupported_reason
 from penstock.workers.errors import ConfigError
-from penstock.workers.execution.cpu_replay import DecodeReplay
+from penstock.workers.execution.cpu_replay import replay_for
 from penstock.workers.execution.draft_model import CATCH_UP_ROWS, NEAR
 from penstock.workers.execution.executor import Executor
 from penstock.workers.memory.arena import Arena, BlockLayout
@@ -142,10 +142,8 @@ def draft_executor(
         num_logits=num_rows,
     )
     caches: Sequence[LayerCache] = arena.kv_layers() if is_own else shared
-    replay = None
-    if draft.device.type == "cpu" and draft.is_recordable:
-        longest = -(-max_model_len // config.block_size) + 1
-        replay = DecodeReplay(draft, caches, num_rows, longest)
+    longest = -(-max_model_len // config.block_size) + 1
+    replay = replay_for(draft, caches, num_rows, longest)
     return Executor(draft, caches, config.block_size, memory, replay)
 
 

@@ -9,7 +9,7 @@ to the bit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from penstock.kernels.types import DecodeBatch, PrefillBatch
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import AttentionInputs, LayerCache, RollingInputs
+from penstock.workers.models.stages.decoder import StageDecoder
 
 log = logging.getLogger("penstock.engine")
 
@@ -33,6 +34,22 @@ class _Recorded:
     threads: int
 
 
+RunLayers = Callable[[AttentionInputs, Sequence[LayerCache], Workspace], Tensor]
+
+
+def replay_for(
+    model: Decoder, kv_layers: Sequence[LayerCache], max_rows: int, max_blocks: int
+) -> DecodeReplay | None:
+    """For the executor of `model`. None: it runs on a GPU, or is a stage, which receives and sends
+    rows itself, and replays its layers between. Numbers: as DecodeReplay's."""
+    if model.device.type != "cpu":
+        return None
+    if isinstance(model, StageDecoder):
+        model.replay = DecodeReplay(model.own_layers, kv_layers, max_rows, max_blocks)
+        return None
+    return DecodeReplay(model.run_layers, kv_layers, max_rows, max_blocks)
+
+
 class DecodeReplay:
     """Runs the layers of one decoder over decode rows, from recorded programs where possible.
 
@@ -41,10 +58,11 @@ class DecodeReplay:
     """
 
     def __init__(
-        self, model: Decoder, kv_layers: Sequence[LayerCache], max_rows: int, max_blocks: int
+        self, run: RunLayers, kv_layers: Sequence[LayerCache], max_rows: int, max_blocks: int
     ):
-        """For steps of up to `max_rows` rows, block tables of up to `max_blocks` entries."""
-        self._model = model
+        """`run`: Decoder.run_layers, or as that. For steps of up to `max_rows` rows, block tables
+        of up to `max_blocks` entries."""
+        self._run = run
         self._kv_layers = kv_layers
         self._max_rows = max_rows
         self._inputs = _fixed_inputs(max_rows, max_blocks)
@@ -78,7 +96,7 @@ class DecodeReplay:
         fixed = _first_rows(self._inputs, inputs.num_decode, inputs)
         _copy_inputs(inputs, fixed)
         with record() as recording:
-            self._model.run_layers(fixed, self._kv_layers, workspace)
+            self._run(fixed, self._kv_layers, workspace)
         program = None if recording is None else recording.program()
         if program is None:
             self._is_possible = False

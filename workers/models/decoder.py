@@ -31,8 +31,6 @@ from penstock.workers.stats import RankStats
 class Decoder:
     """Token ids in, hidden states and logits out. Holds weights only, no state between calls."""
 
-    is_recordable = True  # a pass over decode rows may be replayed (execution/cpu_replay.py)
-
     def __init__(
         self,
         config: ModelConfig,

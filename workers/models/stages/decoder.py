@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,10 +34,16 @@ from penstock.workers.models.stages.stage import Stage
 from penstock.workers.stats import RankStats
 
 
+class LayerReplay(Protocol):
+    """Runs the layers without Python between the operators: execution/cpu_replay.py."""
+
+    def suits(self, inputs: AttentionInputs) -> bool: ...
+
+    def run_layers(self, inputs: AttentionInputs, workspace: Workspace) -> None: ...
+
+
 class StageDecoder(ShardDecoder):
     """The layers of one stage, or a rank's share of each of them."""
-
-    is_recordable = False  # it waits for other stages between the operators
 
     def __init__(
         self,
@@ -61,6 +68,7 @@ class StageDecoder(ShardDecoder):
         self.stage, self.link = stage, link
         self._next_norms[-1] = None  # the next stage begins with it
         self._rows: tuple[Tensor, Tensor] | None = None
+        self.replay: LayerReplay | None = None
 
     def connect(self, interface: str) -> None:
         self.link.connect(interface)
@@ -92,14 +100,20 @@ class StageDecoder(ShardDecoder):
         parts = parts_of(inputs, self.stage.num_stages)
         with self._whole():
             for part in parts:
-                rows, own = slice(part.first, part.end), ws.rows(part.first, part.end)
+                rows, own = slice(part.first, part.end), ws
+                if len(parts) > 1:
+                    own = ws.rows(part.first, part.end)
                 self.write_tables(positions[rows], part.inputs, own)
                 if self.stage.is_first:
                     self.embed(token_ids[rows], own)
                 else:
                     self.link.receive(own.residual)
                 added = None if adapters is None else adapters.part(part.first, part.end)
-                Decoder.run_layers(self, part.inputs, kv_layers, own, added)
+                replay = self.replay if own is ws and added is None else None
+                if replay is not None and replay.suits(part.inputs):
+                    replay.run_layers(part.inputs, own)
+                else:
+                    Decoder.run_layers(self, part.inputs, kv_layers, own, added)
                 self.link.send(own.residual)
             if self.stage.is_first:
                 for part in parts:
@@ -107,6 +121,12 @@ class StageDecoder(ShardDecoder):
                 rms_norm(ws.residual, self.final_norm, self.config.rms_norm_eps, out=ws.normed)
             self.link.finish()
         return ws.normed
+
+    def own_layers(
+        self, inputs: AttentionInputs, kv_layers: Sequence[LayerCache], ws: Workspace
+    ) -> Tensor:
+        """What lies between receiving rows and handing them on: for its replay."""
+        return Decoder.run_layers(self, inputs, kv_layers, ws)
 
     def take_ids(self, token_ids: Tensor) -> None:
         if self.stage.is_first:  # the others embed no tokens

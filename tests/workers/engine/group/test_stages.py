@@ -23,8 +23,10 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine import load
 from penstock.workers.engine.group.process import EXIT_STATUS
 from penstock.workers.errors import ConfigError
+from penstock.workers.execution.cpu_replay import DecodeReplay
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
+from penstock.workers.models.stages.decoder import StageDecoder
 from penstock.workers.models.stages.parts import LEAST_ROWS, PARTS_A_STAGE, parts_of
 from penstock.workers.models.stages.stage import Stage
 from penstock.workers.planning import group as planned
@@ -304,3 +306,20 @@ def test_parts_have_the_rows_of_the_step_in_their_order(inputs, stages, keeps_ch
         assert all(end <= inputs.num_decode or end in starts for _, end in bounds)
     elif len(parts) > 1:
         assert min(end - first for first, end in bounds) >= LEAST_ROWS["cpu"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_decode_steps_of_a_stage_are_replayed(ranks):
+    """What lies between receiving rows and handing them on; the others do the same."""
+    engine = engine_of(
+        str(make_checkpoint("llama")), ranks, threads=2 * ranks, pipeline_parallel_size=2
+    )
+    try:
+        first = run(engine)
+        assert isinstance(engine.model, StageDecoder)
+        assert isinstance(engine.model.replay, DecodeReplay)
+        num_programs = len(engine.model.replay._recorded)
+        assert num_programs > 0 and engine.executor.replay is None
+        assert run(engine) == first and len(engine.model.replay._recorded) == num_programs
+    finally:
+        engine.close()
