@@ -45,8 +45,39 @@ def check_grouped(format: GpuFormat, dtype: torch.dtype) -> Triples:
         yield f"{format} {num_tokens} tokens", out, want
 
 
+def check_columns(format: GpuFormat, dtype: torch.dtype) -> Triples:
+    """The steps of a rank that has all columns of the experts, against all experts in one call."""
+    num_experts, hidden, inner = 5, 144, 80
+    experts = [
+        (
+            packed(random_packed(format, 2 * inner, hidden, dtype)),
+            packed(random_packed(format, hidden, inner, dtype)),
+        )
+        for _ in range(num_experts)
+    ]
+    table = moe_triton.expert_table(experts)
+    for num_tokens in (1, 40):
+        x = torch.randn(num_tokens, hidden).to(DEVICE, dtype)
+        ids = torch.rand(num_tokens, num_experts, device=DEVICE).topk(2).indices
+        gains = torch.rand(num_tokens, 2, device=DEVICE)
+
+        def rows(columns: int, num: int = 2 * num_tokens, like: torch.Tensor = x) -> torch.Tensor:
+            return like.new_full((num, columns), float("nan"))
+
+        want = moe_triton.moe_mlp(
+            x, ids, gains, table, rows(hidden), rows(2 * inner), torch.empty_like(x)
+        )
+        run = moe_triton.columns_of(x, ids, table)
+        products, outputs = rows(inner), rows(hidden)
+        run.inner(rows(2 * inner, num_tokens), products, None)
+        run.outputs(products, outputs)
+        out = run.combined(outputs, gains, torch.empty_like(x))
+        yield f"{format} {num_tokens} tokens", out, want
+
+
 CHECKS: Checks = {
-    f"grouped linear {format}": partial(check_grouped, format) for format in WITH_PLAIN
+    **{f"grouped linear {format}": partial(check_grouped, format) for format in WITH_PLAIN},
+    **{f"columns of experts {format}": partial(check_columns, format) for format in WITH_PLAIN},
 }
 
 

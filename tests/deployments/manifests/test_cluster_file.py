@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import jsonschema
@@ -10,6 +11,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.serve.schema import ServeDeploySchema
 
 from penstock.deployments.config import config_from
@@ -70,6 +73,33 @@ def test_a_worker_asks_for_a_gpu_before_a_node_has_one(cluster, config):
     assert resolved.worker.num_cpus <= node["CPU"]
     assert resolved.ingress.resources == {INGRESS_RESOURCE: 1}
     assert resolved.ingress.num_cpus == 0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_workers", "wanted"),
+    [(1, 1, {"gpu_worker": 1}), (4, 1, {"gpu_worker_4": 1}), (4, 2, {"gpu_worker_4": 2})],
+)
+def test_the_autoscaler_starts_the_nodes_that_a_workers_ranks_need(
+    cluster, config, num_ranks, num_workers, wanted
+):
+    """By Ray's own scheduler, which finds the head and nothing else."""
+    head_alone = ClusterResources((Node(num_cpus=0, num_gpus=0, is_for_ingress=True),))
+    engine = dataclasses.replace(config.engine, tensor_parallel_size=num_ranks)
+    worker = resolve(dataclasses.replace(config, engine=engine), head_alone).worker
+    asked = ResourceRequestUtil.make({"GPU": worker.num_gpus, "CPU": worker.num_cpus})
+    types = AutoscalingConfig(prepare_config(cluster), skip_content_hash=True)
+    reply = ResourceDemandScheduler().schedule(
+        SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=types.get_node_type_configs(),
+            max_num_nodes=types.get_max_num_worker_nodes(),
+            resource_requests=ResourceRequestUtil.group_by_count([asked] * num_workers),
+        )
+    )
+    assert not reply.infeasible_resource_requests
+    launched = {each.instance_type: each.count for each in reply.to_launch}
+    launched.pop("head", None)
+    assert launched == wanted
 
 
 def test_clients_reach_the_listeners_with_a_key(cluster, config):

@@ -39,7 +39,11 @@ class Peer:
 
     def send(self, kind: int, contents: bytes = b"") -> None:
         """Raises PeerGone."""
-        wire.send(self._connection, kind, contents)
+        try:
+            wire.send(self._connection, kind, contents)
+        except wire.PeerGone:  # no request may end for that: its worker does, and it goes on
+            self._lose(" has closed its connection")
+            raise
 
     def receive(self) -> tuple[int, bytes]:
         """Kind and contents of its next message. Raises PeerGone."""
@@ -83,18 +87,18 @@ class Peer:
         except wire.PeerGone:  # closed at that end, or at this one
             self._messages.put(_GONE)
         if not self._is_here:
-            self._lose("on another machine, has ended")
+            self._lose(", on another machine, has ended")
 
     def _watch(self) -> None:
         while not self._is_closed:
             silent_s = time.monotonic() - self._heard_s
             if silent_s > SILENCE_S:
-                self._lose(f"hangs: it has said nothing for {silent_s:.0f} s")
+                self._lose(f" hangs: it has said nothing for {silent_s:.0f} s")
             time.sleep(PULSE_S)
 
     def _lose(self, what: str) -> None:
         if self._on_loss is not None and not self._is_closed:
-            self._on_loss(f"rank {self.number} of this worker's group {what}")
+            self._on_loss(f"rank {self.number} of this worker's group{what}")
 
 
 class Pulse:

@@ -297,6 +297,8 @@ time.sleep(4)  # longer than that
 if sys.argv[2] == "follower":
     child.kill()
     time.sleep(20)
+if "killed" in sys.argv[2]:
+    child.kill()
 if "stopped" in sys.argv[2]:
     child.suspend()
 if "idle" in sys.argv[2]:
@@ -315,6 +317,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         ("leader of a stopped one", -signal.SIGKILL),
         ("stopped, idle", EXIT_STATUS),
         ("stopped, busy", EXIT_STATUS),
+        ("killed, busy", EXIT_STATUS),
     ],
 )
 def test_a_rank_that_ends_takes_the_others_with_it(who, status):
