@@ -69,7 +69,7 @@ def test_settings_reach_the_engine():
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "out.json"
-    command = "bench ablate builtin --num-requests 4 --input-len 40 --output-len 6 --rounds 1"
+    command = "bench ablate builtin --num-requests 4 --input-len 120 --output-len 6 --rounds 1"
     command += " --shared-prefix 32 --max-num-seqs 4 --max-num-batched-tokens 32 --pool-share 2"
     assert main([*command.split(), "--threads", "1", "--no-progress", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
