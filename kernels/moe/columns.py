@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from penstock.kernels.matmul import linear
-from penstock.kernels.moe.mlp import Clamp, Expert, GroupedExperts, triton_moe
+from penstock.kernels.moe.mlp import Clamp, Expert, GroupedExperts, group_by_expert, triton_moe
 from penstock.kernels.quant import Int8Rows
 from penstock.kernels.rowwise import act_mul, combine, quantize_int8, swiglu
 from penstock.kernels.types import PackedLinear
@@ -62,17 +61,14 @@ def moe_columns(
     whole = flat[: num_routes * columns.inner_size].view(num_routes, columns.inner_size)
     products = flat[: num_routes * own].view(num_routes, own)
     both = flat[whole.numel() :][: num_tokens * 2 * own].view(num_tokens, 2 * own)
-    outputs = grouped.view(-1)[: num_routes * down.out_features].view(num_routes, -1)
+    width = down.out_features
+    outputs = grouped.view(-1)[: num_routes * width].view(num_routes, width)
     if isinstance(experts, GroupedExperts):
         run = triton_moe().columns_of(x, topk_ids, experts.table)
         run.inner(both, products, clamp)
         run.outputs(columns.inner(products, whole), outputs)
         return run.combined(columns.outputs(outputs, grouped), topk_weights, out)
-    order = topk_ids.reshape(-1).argsort(stable=True)
-    counts = torch.bincount(topk_ids.reshape(-1), minlength=len(experts)).tolist()
-    places = torch.empty_like(order)
-    places[order] = torch.arange(num_routes, device=x.device)
-    torch.index_select(x, 0, order // top_k, out=grouped)
+    counts, places = group_by_expert(x, topk_ids, len(experts), grouped)
     used = [
         (experts[number], end - count, end)
         for number, (count, end) in enumerate(zip(counts, accumulate(counts)))
@@ -89,7 +85,7 @@ def moe_columns(
     whole = columns.inner(products, whole)
     for (_, down), begin, end in used:
         linear(_rows(whole[begin:end], down), down, out=outputs[begin:end])
-    return combine(columns.outputs(outputs, grouped), places.view_as(topk_ids), topk_weights, out)
+    return combine(columns.outputs(outputs, grouped), places, topk_weights, out)
 
 
 def _rows(whole: Tensor, down: PackedLinear) -> Tensor | Int8Rows:

@@ -120,14 +120,10 @@ def moe_mlp(
     if isinstance(experts, GroupedExperts):
         table = experts.table
         return triton_moe().moe_mlp(x, topk_ids, topk_weights, table, grouped, inner, out, clamp)
-    order = topk_ids.reshape(-1).argsort(stable=True)
     if num_experts is None:
         assert not callable(experts)
         num_experts = len(experts)
-    counts = torch.bincount(topk_ids.reshape(-1), minlength=num_experts).tolist()
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel(), device=x.device)
-    torch.index_select(x, 0, order // top_k, out=grouped)
+    counts, places = group_by_expert(x, topk_ids, num_experts, grouped)
     ends = list(accumulate(counts))
     used = [expert for expert, count in enumerate(counts) if count]
     in_turn = experts(used) if callable(experts) else ((e, experts[e]) for e in used)
@@ -142,7 +138,23 @@ def moe_mlp(
             gated_mlp(rows, *found, inner, out=rows, clamp=clamp)
     if complete is not None:
         complete(grouped, ends)
-    return combine(grouped, places.view_as(topk_ids), topk_weights, out)
+    return combine(grouped, places, topk_weights, out)
+
+
+def group_by_expert(
+    x: Tensor, topk_ids: Tensor, num_experts: int, grouped: Tensor
+) -> tuple[list[int], Tensor]:
+    """Write the row of `x` [T, d] for each route into `grouped` [T * k, d], sorted by expert.
+
+    Returns how many routes each expert has, and the row of each route, int64 [T, k].
+    """
+    ids, top_k = topk_ids.reshape(-1), topk_ids.shape[1]
+    order = ids.argsort(stable=True)
+    counts = torch.bincount(ids, minlength=num_experts).tolist()
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=x.device)
+    torch.index_select(x, 0, order // top_k, out=grouped)
+    return counts, places.view_as(topk_ids)
 
 
 def gated_mlp(

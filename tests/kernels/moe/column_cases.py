@@ -1,4 +1,4 @@
-"""Experts cut by columns against whole ones: the same bits from every part, whoever the others are.
+"""Experts cut by columns against whole experts: every part of the columns has the same bits.
 
 The other processes are replaced by what one process with all columns computed.
 """
