@@ -251,8 +251,8 @@ class ExpertOptions:
     expert_cache_gb: float | None = option(
         None,
         "GiB of device memory that caches experts, on each rank of a group; all experts then lie "
-        "once per node in shared memory, in the format of weights (docs/guide/experts.md); none: "
-        "all are on the device",
+        "once per node in shared memory, of a group over several nodes those of the node's ranks, "
+        "in the format of weights (docs/guide/experts.md); none: all are on the device",
         above=0,
     )
     expert_prefetch: Switch = option(
@@ -380,7 +380,6 @@ class EngineConfig(
             "moe_mode": self.moe_mode if self.moe_mode != "exact" else None,
             "moe_thresholds": self.moe_thresholds,
             "expert_store": self.expert_store if self.expert_store != "each" else None,
-            "nodes_per_worker": self.nodes_per_worker if self.nodes_per_worker > 1 else None,
         }
         for name, value in wrong.items():
             if value is not None:

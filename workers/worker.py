@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.workers.adapters.table import AdapterTable
     from penstock.workers.engine.group.far import FarRanks
     from penstock.workers.engine.thread import EngineThread
-    from penstock.workers.experts.routed import RoutedExperts
+    from penstock.workers.models.decoder import Decoder
 
 log = logging.getLogger("penstock.worker")
 
@@ -42,17 +42,17 @@ class Worker:
         self,
         channel: ChannelServer,
         engine_thread: EngineThread,
-        routed: RoutedExperts | None,
+        model: Decoder,
         adapters: AdapterTable | None = None,
     ):
-        """Starts both. `routed`: the model's experts, where they come out of a cache. `adapters`:
-        its LoRA adapters; None: they are off.
+        """Starts both. `model`: what the engine computes with. `adapters`: its LoRA adapters; None:
+        they are off.
 
         Raises RuntimeError if the channel's port cannot be opened.
         """
         self._channel = channel
         self._engine_thread = engine_thread
-        self._routed = routed
+        self._model = model
         self._adapters = adapters
         engine_thread.start()
         channel.start(engine_thread)
@@ -110,7 +110,7 @@ class Worker:
         # Objects made while loading live as long as the worker; scanning them would delay steps.
         gc.collect()
         gc.freeze()
-        return cls(channel, engine_thread, model.routed, adapters)
+        return cls(channel, engine_thread, model, adapters)
 
     @property
     def info(self) -> WorkerInfo:
@@ -137,18 +137,18 @@ class Worker:
 
     def hottest_experts(self, at_most: int) -> list[tuple[int, int, int]]:
         """(layer, expert, number of steps that needed it), the most needed first."""
-        return [] if self._routed is None else self._routed.hottest(at_most)
+        routed = self._model.routed
+        return [] if routed is None else routed.hottest(at_most)
 
     def warm_experts(self, keys: Sequence[tuple[int, int]]) -> None:
         """Load these experts, (layer, expert), as far as the expert cache has room."""
-        if self._routed is not None:
-            self._routed.cache.warm(keys)
+        if self._model.routed is not None:
+            self._model.routed.cache.warm(keys)
 
-    def use_experts(self, manifest: Manifest) -> None:
-        """Read the same experts from another epoch of the store. Raises LoadError otherwise."""
-        if self._routed is not None:
-            cache = self._routed.cache
-            cache.use_source(cache.copier.source.at(manifest))
+    def use_experts(self, manifest: Manifest, machine: int = 0) -> None:
+        """Read the same experts from another epoch of the store of `machine`, which is another one
+        than 0 for ranks elsewhere. Raises LoadError if they are others."""
+        self._model.use_experts(manifest, machine)
 
     def drain(self, at_most_s: float) -> int:
         """Accept no new request; return when all requests have ended, or after `at_most_s`.

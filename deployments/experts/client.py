@@ -37,13 +37,15 @@ LIVENESS = "liveness"  # threads of the store that serve only the question wheth
 
 
 class ExpertStoreClient:
-    """The store of this node. The first caller creates the actor.
+    """The store of a node. The first caller creates the actor.
 
     Ray restarts it without limit. While it is down, workers keep using the file they have mapped.
     """
 
-    def __init__(self, spec: StoreSpec):
+    def __init__(self, spec: StoreSpec, node: str | None = None):
+        """`node`: id of the node whose store it is; None: this process's."""
         self._spec = spec
+        self._node = node
         self._handle: Any = None
         self._is_away = False  # `pack` had no answer, and no heartbeat since then
 
@@ -121,7 +123,7 @@ class ExpertStoreClient:
             # Loads torch, which the ingress and the command line do not need.
             from penstock.deployments.experts.store import StoreActor
 
-            node = _own_node()
+            node = self._node or _own_node()
             place = "one" if self._spec.is_single else node[:12]
             self._handle = named_actor(
                 StoreActor,

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from penstock.workers.experts.expert_file import ExpertShare
 from penstock.workers.quantization import INT4, Int4Options
 
 HotExpert = tuple[int, int, int]  # layer, expert, steps that needed it
@@ -28,6 +29,7 @@ class StoreSpec:
     revision: str | None = None  # of the model, where it comes from the hub
     download_dir: str | None = None  # for its files
     int4: Int4Options = INT4  # how experts in int4 are made
+    shares: tuple[ExpertShare, ...] = ()  # of the ranks of a group that read it; empty: all experts
     idle_s: float = 60.0  # without a heartbeat of a worker: the store frees its memory and ends
 
     @property

@@ -212,7 +212,10 @@ class ExpertStore:
             )
         path = self._folder / f"{self._spec.digest}-{epoch}.experts"
         began_s = time.monotonic()
-        manifest = write_expert_file(experts, path, compute, epoch=epoch, copies=self._spec.copies)
+        spec = self._spec
+        manifest = write_expert_file(
+            experts, path, compute, epoch=epoch, copies=spec.copies, shares=spec.shares
+        )
         self._num_loads += 1
         log.info(
             "wrote %d experts, %.2f GiB, to shared memory in %.1f s: %s",

@@ -12,34 +12,21 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import ray
 
 from penstock.deployments.config import ServeConfig
-from penstock.deployments.experts.client import ExpertStoreClient
-from penstock.deployments.experts.remote import RemoteExperts
-from penstock.deployments.experts.spec import StoreSpec
-from penstock.deployments.placement import uses_gpus
 from penstock.deployments.security.cluster_links import ClusterCertificate
 from penstock.deployments.supervision.ray_workarounds import keep_serve_port_local
 from penstock.deployments.supervision.registry import RegistryClient
-from penstock.deployments.supervision.replicas import (
-    cluster_resources,
-    configure_logging,
-    start_failure,
-)
+from penstock.deployments.supervision.replicas import configure_logging, start_failure
 from penstock.deployments.supervision.view import short_node
-from penstock.deployments.worker.far_ranks import far_ranks
+from penstock.deployments.worker.expert_stores import StoreHeartbeats, WorkerStores
+from penstock.deployments.worker.far_ranks import far_ranks, group_nodes
 from penstock.deployments.worker.start_reports import StartReports
-from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
-from penstock.workers.experts.expert_file import copies_for
-from penstock.workers.quantization import int4_options
+from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.stats import AdapterChange, EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
-
-if TYPE_CHECKING:
-    from penstock.workers.engine.group.far import FarRanks
 
 log = logging.getLogger("penstock.worker")
 
@@ -59,7 +46,7 @@ class WorkerReplica:
         keep_serve_port_local()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
-        self._store: StoreHeartbeat | None = None
+        self._stores = StoreHeartbeats()
         self._is_changing = False  # adapters are being loaded or dropped
         self._node = short_node(ray.get_runtime_context().get_node_id())
         await asyncio.to_thread(self._load, config, host, env_vars)
@@ -69,7 +56,7 @@ class WorkerReplica:
         starting = StartReports(self._registry, self._node)
         try:
             own_host = host or ray.util.get_node_ip_address()
-            self._make(config, own_host, starting, far_ranks(config, own_host, env_vars))
+            self._make(config, own_host, starting, env_vars)
         except Exception as error:
             who = f"a worker of {config.model_name}" if config.key else "a worker"
             message = start_failure(who, error)
@@ -79,17 +66,16 @@ class WorkerReplica:
             starting.close()
 
     def _make(
-        self, config: ServeConfig, host: str, starting: StartReports, machines: FarRanks | None
+        self, config: ServeConfig, host: str, starting: StartReports, env_vars: Mapping[str, str]
     ) -> None:
         tls = None
         if config.cluster_certs_dir is not None:
             certificate = ClusterCertificate(config.cluster_certs_dir, "worker")
             tls = partial(certificate.server_end, "ingress")
-        client = _store_client(config)
-        manifest, far = None, None
-        if client is not None:
-            manifest = client.manifest_for_start()
-            far = None if client.is_on_this_node() else RemoteExperts(client, manifest)
+        stores, manifests = None, tuple[Manifest | None, ...]()
+        if config.engine.expert_cache_gb is not None:
+            stores = WorkerStores.start(config, group_nodes(config))
+            manifests = stores.manifests
         changes = ()
         if config.engine.enable_lora:
             changes = self._registry.call_now("adapter_changes", config.model_name)
@@ -98,24 +84,24 @@ class WorkerReplica:
             model_name=config.model_name,
             host=host,
             announce=self._announce,
-            experts=manifest,
-            remote_experts=far,
+            experts=manifests[0] if manifests else None,
+            remote_experts=None if stores is None else stores.remote_experts(),
             tls=tls,
             report=starting,
-            far=machines,
+            far=far_ranks(config, host, env_vars, manifests[1:]),
             changes=changes,
         )
-        if client is not None and manifest is not None:
-            self._store = StoreHeartbeat(client, self._worker, manifest.epoch)
-            self._store.warm()
+        if stores is not None:
+            self._stores = stores.heartbeats(self._worker)
+            self._stores.warm()
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
-        """Send heartbeats to the registry and to the expert store of this node.
+        """Send heartbeats to the registry and to the worker's expert stores.
 
         The registry's waits for no store: a worker whose store hangs serves, and stays listed.
         """
-        if self._store is not None and stats.experts is not None:
-            self._store.begin_heartbeat(info.epoch, stats.experts)
+        if stats.experts is not None:
+            self._stores.begin(info.epoch, stats.experts)
         changes = await self._registry.worker_beat(replace(info, node=self._node), stats)
         worker = getattr(self, "_worker", None)  # None: it is about to start
         if changes and worker is not None and not self._is_changing:
@@ -152,24 +138,3 @@ class WorkerReplica:
         await asyncio.to_thread(worker.stop)
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError, ValueError):
             await self._registry.worker_left(worker.info.epoch)
-
-
-def _store_client(config: ServeConfig) -> ExpertStoreClient | None:
-    """The expert store of this node, if the experts are to come from one."""
-    engine = config.engine
-    if engine.expert_cache_gb is None:
-        return None
-    device = "cuda" if uses_gpus(config, cluster_resources()) else "cpu"
-    spec = StoreSpec(
-        config.app_name,
-        engine.model,
-        engine.weights,
-        device,
-        engine.expert_store_dir,
-        copies=copies_for(engine.moe_mode, engine.weights, engine.moe_copies),
-        is_single=engine.expert_store == "one",
-        revision=engine.revision,
-        download_dir=engine.download_dir,
-        int4=int4_options(engine),
-    )
-    return ExpertStoreClient(spec)

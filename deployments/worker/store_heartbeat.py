@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 from ray.exceptions import RayError
 
@@ -20,16 +21,20 @@ class StoreHeartbeat:
     new epoch when there is one. Nothing waits for it, and it never raises, whatever happens to the
     store."""
 
-    def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int):
-        """`epoch`: of the expert file that the worker started with."""
+    def __init__(self, client: ExpertStoreClient, worker: Worker, epoch: int, machine: int = 0):
+        """`epoch`: of the expert file that the worker started with. `machine`: of the worker's
+        group, on which the store is; 0 is the worker's own, whose statistics it has."""
         self._epoch = epoch
+        self._machine = machine
         self._client = client
         self._worker = worker
         self._was_there = True
         self._under_way: asyncio.Task[None] | None = None
 
     def warm(self) -> None:
-        """Load the experts that other workers used most."""
+        """Load the experts that other workers used most; those of this worker's own machine."""
+        if self._machine:
+            return
         with contextlib.suppress(RayError, TimeoutError):
             self._worker.warm_experts(self._client.call_now("hints"))
 
@@ -40,7 +45,9 @@ class StoreHeartbeat:
 
     async def _heartbeat(self, worker: int, stats: ExpertStats) -> None:
         try:
-            hot = self._worker.hottest_experts(MAX_HINTS)
+            hot = [] if self._machine else self._worker.hottest_experts(MAX_HINTS)
+            if self._machine:
+                stats = replace(stats, num_corrupted=0)
             epoch = await self._client.heartbeat(worker, stats, hot)
             if epoch != self._epoch:
                 await asyncio.to_thread(self._change_over)
@@ -57,6 +64,6 @@ class StoreHeartbeat:
 
     def _change_over(self) -> None:
         manifest = self._client.manifest()
-        self._worker.use_experts(manifest)
+        self._worker.use_experts(manifest, self._machine)
         self._epoch = manifest.epoch
         log.info("experts are now loaded from epoch %d of the store", manifest.epoch)

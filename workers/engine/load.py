@@ -19,6 +19,7 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.cpu_affinity import allowed_cores, kept_to
 from penstock.workers.engine.draft import load_draft
 from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.group.expert_shares import shares_of_machine
 from penstock.workers.engine.group.far import FarRanks
 from penstock.workers.engine.group.leader import Leader
 from penstock.workers.engine.group.pinning import pinned
@@ -29,6 +30,7 @@ from penstock.workers.experts.build import ExpertSettings, settings_in_group, se
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.expert_file import Manifest, RowSource
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.models.score_vector import configured_pooling
@@ -72,10 +74,10 @@ def load_engine(
         if config.num_ranks > 1:
             if settings is not None and experts is None:
                 own_file = experts = write_experts(config, folder, device)
-            if settings is not None:
-                settings = settings_in_group(config, experts)
             transport = transport_of(device, is_far=far is not None)
             leader = Leader(config, folder, device, transport, far, experts)
+            share = leader.rank.expert_share(ModelConfig.from_pretrained(folder))
+            settings = settings_in_group(config, experts, share)
         shared = config.cores
         config = pinned(config, device, 0)
         own_cores = None if config.cores == shared else config.cores
@@ -143,14 +145,20 @@ def load_configured(
     )
 
 
-def write_experts(config: EngineConfig, folder: Path, device: str) -> Manifest:
-    """A file with all experts, for the ranks of one group. Raises LoadError and ConfigError."""
+def write_experts(config: EngineConfig, folder: Path, device: str) -> Manifest | None:
+    """A file with the experts of the ranks of a group that this machine has; None: they have none.
+
+    Raises LoadError and ConfigError.
+    """
     _, model, tensors = open_model(str(folder), config.weights, device)
     int4 = int4_options(config)
     experts = CheckpointExperts(folder, model, tensors, config.weights, device, int4)
+    shares = shares_of_machine(config, model, 0)
+    if not shares:
+        return None
     name = f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.experts"
     path = Path(config.expert_store_dir) / name
-    return write_expert_file(experts, path, DTYPES[model.dtype], copies="")
+    return write_expert_file(experts, path, DTYPES[model.dtype], shares=shares)
 
 
 def transport_of(device: str, *, is_far: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,13 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.cache import ExpertCache
 from penstock.workers.experts.checkpoint import CheckpointExperts
-from penstock.workers.experts.expert_file import ExpertFile, Manifest, RowSource, copies_for
+from penstock.workers.experts.expert_file import (
+    ExpertFile,
+    ExpertShare,
+    Manifest,
+    RowSource,
+    copies_for,
+)
 from penstock.workers.experts.layouts import ExpertLayout, NeuronLayout, PackedLayout
 from penstock.workers.experts.modes import POOLED_MODES
 from penstock.workers.experts.neurons.scores import NeuronScores, NeuronSelector
@@ -54,6 +61,7 @@ class ExpertSettings:
     manifest: Manifest | None = None  # of the node's store; None: this process writes its own file
     folder: str = "/dev/shm"  # of the file that this process writes
     source: RowSource | None = None  # for a store on another node: reads rows of `manifest`
+    shares: tuple[ExpertShare, ...] = ()  # of a rank of a group: the experts that it has
     is_fair: bool = True  # layers that hold more than their share of slots are evicted from first
     bytes_per_s: float | None = None  # simulates a slow host link, for benchmarks and tests
 
@@ -78,11 +86,16 @@ def settings_of(
     )
 
 
-def settings_in_group(config: EngineConfig, manifest: Manifest | None) -> ExpertSettings | None:
-    """The same for a rank of a group, which has a cache of its own experts. `manifest`: of a file
-    with those of all ranks. Nothing is predicted: the next layer's experts are mostly others'."""
+def settings_in_group(
+    config: EngineConfig, manifest: Manifest | None, share: ExpertShare | None
+) -> ExpertSettings | None:
+    """The same for a rank of a group, which has a cache of its own experts, `share`; None: it has
+    none. `manifest`: of a file with those of all ranks of this machine; None: the rank writes one
+    with its own. What is predicted of others' experts is left to them."""
     found = settings_of(config, manifest)
-    return None if found is None else replace(found, prefetch=False)
+    if found is None or share is None:
+        return None
+    return replace(found, shares=(share,))
 
 
 def build_experts(
@@ -136,7 +149,7 @@ def _row_source(
     holds other experts."""
     copies = copies_for(settings.mode, experts.weights, settings.copies)
     if settings.manifest is None:
-        return _own_expert_file(experts, compute, Path(settings.folder), copies)
+        return _own_expert_file(experts, compute, Path(settings.folder), copies, settings.shares)
     _check_manifest(settings.manifest, experts, compute, is_remote=settings.source is not None)
     if copies and copies != settings.manifest.copies:
         raise LoadError(
@@ -144,7 +157,7 @@ def _row_source(
             f"{settings.manifest.path} has {settings.manifest.copies or 'none'}; restart the "
             "cluster"
         )
-    return settings.source or ExpertFile(settings.manifest)
+    return settings.source or ExpertFile(settings.manifest.part(settings.shares))
 
 
 def _cache_of(
@@ -225,12 +238,17 @@ def _neuron_selector(
 
 
 def _own_expert_file(
-    experts: CheckpointExperts, compute: torch.dtype, folder: Path, copies: str
+    experts: CheckpointExperts,
+    compute: torch.dtype,
+    folder: Path,
+    copies: str,
+    shares: Sequence[ExpertShare],
 ) -> ExpertFile:
     """A file for this process alone; unlinked at once, so that none is left when it ends."""
     path = folder / f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.experts"
     try:
-        return ExpertFile(write_expert_file(experts, path, compute, copies=copies))
+        manifest = write_expert_file(experts, path, compute, copies=copies, shares=shares)
+        return ExpertFile(manifest)
     finally:
         remove_expert_file(path)
 

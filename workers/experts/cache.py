@@ -53,7 +53,8 @@ class ExpertCache:
         facts = source.manifest
         assert num_slots >= 1
         num_slots = min(num_slots, facts.num_all)
-        share = max(1, num_slots // len(facts.layers)) if is_fair else None
+        num_layers = len({layer for layer, _ in facts.experts()})
+        share = max(1, num_slots // num_layers) if is_fair else None
         self.manifest = facts
         self.layout = layout
         self.table = SlotTable(make_slots(num_slots, facts.num_rows, layout), share)

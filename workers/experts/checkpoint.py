@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,6 @@ from torch import Tensor
 
 from penstock.kernels.moe.rows import neuron_rows
 from penstock.workers.errors import ConfigError
-from penstock.workers.experts.expert_file import checkpoint_identity
 from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.quantization import (
@@ -158,3 +160,13 @@ def rows_of(parts: Parts, dtype: torch.dtype) -> Tensor:
     """The neuron rows of one expert, read from the checkpoint: [inner, 3 * hidden]."""
     gate, up, down = (part.read().to(dtype) for part in parts)
     return neuron_rows(gate, up, down)
+
+
+def checkpoint_identity(files: Mapping[str, os.stat_result], facts: Mapping[str, Any]) -> str:
+    """A digest of a checkpoint's files and of the `facts` that decide what is made of them.
+
+    Uses names, sizes and modification times: hashing the contents would take as long as loading.
+    """
+    parts = [(name, s.st_size, s.st_mtime_ns) for name, s in sorted(files.items())]
+    text = json.dumps([parts, sorted(facts.items())])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -17,10 +17,10 @@ import mmap
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,19 @@ class CorruptedExpert(RuntimeError):
         return str(self.args[0])
 
 
+class ExpertShare(NamedTuple):
+    """What one rank of a group has of a model's experts: some of each of some layers."""
+
+    first_layer: int
+    end_layer: int
+    first_expert: int
+    end_expert: int
+
+    def has(self, layer: int, expert: int) -> bool:
+        is_in_layer = self.first_layer <= layer < self.end_layer
+        return is_in_layer and self.first_expert <= expert < self.end_expert
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertEntry:
     """Where the rows of one expert lie, and what they hash to."""
@@ -71,12 +84,13 @@ class Manifest:
     hidden: int
     inner: int  # neurons of an expert
     num_experts: int  # of a layer
-    layers: tuple[int, ...]  # those that have experts
+    layers: tuple[int, ...]  # those of the model that have experts
     num_bytes: int  # of the whole file
     entries: tuple[ExpertEntry, ...]
     copies: str = ""  # one of COPIES; "": experts have no copies
     routers: str = ""  # a digest of the model's routers: the same on every node
     packed_bytes: int = 0  # of an expert that lies as it is multiplied; 0: rows are neurons
+    shares: tuple[ExpertShare, ...] = ()  # of the ranks that read it; empty: all experts
 
     @property
     def is_packed(self) -> bool:
@@ -93,8 +107,29 @@ class Manifest:
 
     @property
     def num_all(self) -> int:
-        """Experts of all layers."""
-        return len(self.layers) * self.num_experts
+        """Experts of all layers that the file has."""
+        return sum(1 for _ in self.experts())
+
+    def experts(self) -> Iterator[tuple[int, int]]:
+        """(layer, expert) of each that the file has, in its order; not of copies."""
+        for layer in self.layers:
+            for expert in range(self.num_experts):
+                if not self.shares or any(share.has(layer, expert) for share in self.shares):
+                    yield layer, expert
+
+    def part(self, shares: Sequence[ExpertShare]) -> Manifest:
+        """The same file, for ranks that have `shares` of the experts; empty: all that it has.
+
+        Raises LoadError if the file lacks some.
+        """
+        if not shares:
+            return self
+        wanted = replace(self, shares=tuple(shares))
+        keys = set(wanted.experts())
+        if not keys <= set(self.experts()):
+            raise LoadError(f"{self.path} lacks experts that this rank computes")
+        entries = tuple(e for e in self.entries if (e.layer, e.expert % self.num_experts) in keys)
+        return replace(wanted, entries=entries)
 
     @property
     def num_known(self) -> int:
@@ -130,7 +165,8 @@ class Manifest:
             values = json.loads(text)
             entries = tuple(ExpertEntry(**entry) for entry in values.pop("entries"))
             layers = tuple(values.pop("layers"))
-            manifest = cls(entries=entries, layers=layers, **values)
+            shares = tuple(ExpertShare(*each) for each in values.pop("shares"))
+            manifest = cls(entries=entries, layers=layers, shares=shares, **values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise LoadError(f"not a manifest of an expert store: {error}") from error
         manifest.check()
@@ -142,8 +178,9 @@ class Manifest:
             raise LoadError(f"{self.path}: experts of an unknown dtype {self.dtype!r}")
         if self.copies not in ("", *COPIES):
             raise LoadError(f"{self.path}: copies in an unknown format {self.copies!r}")
-        requests = {(layer, e) for layer in self.layers for e in range(self.num_known)}
-        if set(self.digests()) != requests or len(self.entries) != len(requests):
+        ids = (0, self.num_experts) if self.copies else (0,)  # of an expert, of its copy
+        wanted = {(layer, expert + each) for layer, expert in self.experts() for each in ids}
+        if set(self.digests()) != wanted or len(self.entries) != len(wanted):
             raise LoadError(f"{self.path}: the manifest does not name each expert exactly once")
         end = 0
         for entry in sorted(self.entries, key=lambda entry: entry.offset):
@@ -281,13 +318,3 @@ def digest_of(rows: Bytes) -> str:
 
 def checksums_of(rows: Bytes) -> npt.NDArray[np.uint32]:
     return np.array([zlib.crc32(row.data) for row in rows], dtype=np.uint32)
-
-
-def checkpoint_identity(files: Mapping[str, os.stat_result], facts: Mapping[str, Any]) -> str:
-    """A digest of a checkpoint's files and of the `facts` that decide what is made of them.
-
-    Uses names, sizes and modification times: hashing the contents would take as long as loading.
-    """
-    parts = [(name, s.st_size, s.st_mtime_ns) for name, s in sorted(files.items())]
-    text = json.dumps([parts, sorted(facts.items())])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -101,9 +101,9 @@ class PackedExperts:
 
     def check(self, manifest: Manifest) -> None:
         """Raise LoadError unless the expert file holds the bytes that would be packed here."""
-        layer = self.experts.layers[0]
-        known = manifest.digests().get((layer, 0))
-        if manifest.packed_bytes != self.num_bytes or digest_of(self.rows(layer, 0)) != known:
+        layer, expert = next(manifest.experts())
+        known = manifest.digests()[layer, expert]
+        if manifest.packed_bytes != self.num_bytes or digest_of(self.rows(layer, expert)) != known:
             raise LoadError(
                 f"the expert store {manifest.path} packed its experts for another CPU or another "
                 f"release: this worker reads {self.images[0]}; restart the cluster, with "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.moe.mlp import Visited
 from penstock.workers.experts.cache import ExpertCache
+from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.experts.lookahead import ExpertPredictor, RoutedLayer
 from penstock.workers.experts.lookups import NeededRows
 from penstock.workers.experts.modes import StepRows
@@ -48,6 +49,8 @@ class RoutedExperts:
         self.cache = cache
         self.trial = PrefetchTrial() if prefetch is None else None
         self.prefetch = bool(prefetch)
+        # Of the first rank of a group, whose trial is that of all: called when it changes its mind.
+        self.on_prefetch: Callable[[bool], None] | None = None
         self._num_small_steps = 0
         self.selector = selector
         self.rows: StepRows | None = None  # of the current step; None: all rows are exact
@@ -57,6 +60,11 @@ class RoutedExperts:
         self.num_withheld = 0  # prefetches withheld because the host link was saturated
         self.predictor: ExpertPredictor | None = None  # None until the layers are loaded
         self._config = config
+
+    def use_experts(self, manifest: Manifest) -> None:
+        """Read the same experts from another epoch of the store. Raises LoadError for others."""
+        source, shares = self.cache.copier.source, self.cache.manifest.shares
+        self.cache.use_source(source.at(manifest.part(shares)))
 
     def layer(self, layer: int) -> CachedExperts:
         return CachedExperts(self, layer)
@@ -124,6 +132,8 @@ class RoutedExperts:
         self._num_small_steps += 1
         if self.trial is not None:
             self.trial.observe(seconds, num_rows)
+            if self.on_prefetch is not None and self.prefetch != self.trial.is_on:
+                self.on_prefetch(self.trial.is_on)
             self.prefetch = self.trial.is_on
 
     def _num_pooled(self) -> int:

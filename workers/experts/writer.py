@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from penstock.workers.experts.checkpoint import NAMES, CheckpointExperts, rows_o
 from penstock.workers.experts.expert_file import (
     Bytes,
     ExpertEntry,
+    ExpertShare,
     Manifest,
     block_bytes,
     checksums_of,
@@ -36,12 +37,14 @@ def write_expert_file(
     *,
     epoch: int = 1,
     copies: str = "",
+    shares: Sequence[ExpertShare] = (),
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
     """Write the expert file for models that compute in `compute` to `path`, and its manifest next
     to it. `path` appears only when the file is complete; only this user can read it. With
-    `copies`, one of COPIES, each expert is followed by its copy by neurons in that format.
-    `on_bytes` is called with the number of bytes after each write.
+    `copies`, one of COPIES, each expert is followed by its copy by neurons in that format. With
+    `shares`, it has the experts of these only. `on_bytes` is called with the number of bytes after
+    each write.
 
     Raises LoadError for a checkpoint that does not match its config, or where there is no room.
     """
@@ -62,25 +65,23 @@ def write_expert_file(
         routers=experts.routers(),
         packed_bytes=0 if packed is None else packed.num_bytes,
     )
-    layer_bytes = sum(
-        block_bytes(blank.num_rows_of(expert), blank.row_bytes_of(expert))
-        for expert in range(blank.num_known)
-    )
-    blank = replace(blank, num_bytes=len(experts.layers) * layer_bytes)
+    blank = blank.part(shares)
+    kinds = (0, config.num_experts) if copies else (0,)  # ids of an expert, and of its copy
+    each_bytes = sum(block_bytes(blank.num_rows_of(e), blank.row_bytes_of(e)) for e in kinds)
+    blank = replace(blank, num_bytes=blank.num_all * each_bytes)
 
     def all_rows() -> Iterator[tuple[int, int, Bytes]]:
-        for layer in experts.layers:
-            for expert in range(config.num_experts):
-                rows = None
-                if packed is None or copies:
-                    rows = rows_of(experts.parts(layer, expert), dtype)
-                if packed is not None:
-                    yield layer, expert, packed.rows(layer, expert)
-                elif rows is not None:
-                    yield layer, expert, rows.view(torch.uint8).numpy()
-                if copies and rows is not None:
-                    copy = quantize_neurons(rows, copies)
-                    yield layer, config.num_experts + expert, copy.numpy()
+        for layer, expert in blank.experts():
+            rows = None
+            if packed is None or copies:
+                rows = rows_of(experts.parts(layer, expert), dtype)
+            if packed is not None:
+                yield layer, expert, packed.rows(layer, expert)
+            elif rows is not None:
+                yield layer, expert, rows.view(torch.uint8).numpy()
+            if copies and rows is not None:
+                copy = quantize_neurons(rows, copies)
+                yield layer, config.num_experts + expert, copy.numpy()
 
     return write_rows(blank, all_rows(), on_bytes)
 

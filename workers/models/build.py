@@ -135,11 +135,11 @@ class _Builder:
         lm_head: PackedLinear | None,
         generates: bool,
     ) -> Decoder:
-        if self.routed is not None and self.rank is None:
+        if self.routed is not None:
             self.routed.look_ahead_by(
                 [
                     RoutedLayer(index, layer.mlp_norm, layer.mlp.choose)
-                    for index, layer in enumerate(layers)
+                    for index, layer in zip(self.stage.layers, layers, strict=True)
                     if isinstance(layer.mlp, MoeMlp) and layer.mlp_norm is not None
                 ]
             )

@@ -14,6 +14,7 @@ from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
+from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import Workspace, activation_plan
@@ -214,6 +215,12 @@ class Decoder:
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""
         return ()
+
+    def use_experts(self, manifest: Manifest, machine: int = 0) -> None:
+        """Fill the expert caches of a machine, this one being 0, from another epoch of the file
+        there. Raises LoadError if this one's has other experts."""
+        if self.routed is not None and machine == 0:
+            self.routed.use_experts(manifest)
 
     def close(self) -> None:
         """End what computes beside this process: threads that copy experts, other ranks."""

@@ -1,24 +1,34 @@
-"""One worker whose two ranks, or two stages, are on two Ray nodes: the answers of one process, and
-its return."""
+"""One worker whose two ranks, or two stages, are on two Ray nodes: the answers of one process, its
+return, and its expert stores."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray.util import list_named_actors
 
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.experts.reload import reload_stores
+from penstock.deployments.supervision.actors import NAMESPACE
+from penstock.deployments.supervision.view import ClusterView
+from penstock.workers.config import EngineConfig
+from penstock.workers.experts.expert_file import Manifest
 from tests.deployments.clusters import ENGINE, await_view
 from tests.deployments.nodes import Nodes, deployed, nodes_of, nodes_of_class
 from tests.deployments.ports import free_port
 from tests.deployments.rolling import NUM, answers
 
 TOKENS = 40
+CACHE_GB = 0.004  # some experts of the built-in model
 
 
 @pytest.fixture
@@ -30,10 +40,15 @@ def two_nodes() -> Iterator[Nodes]:
     made.close()
 
 
-def config_of(nodes: Nodes, num_nodes: int, cut: str = "tensor_parallel_size") -> ServeConfig:
+def config_of(
+    nodes: Nodes,
+    num_nodes: int,
+    cut: str = "tensor_parallel_size",
+    engine: EngineConfig = ENGINE,
+) -> ServeConfig:
     values: dict[str, Any] = {cut: num_nodes, "nodes_per_worker": num_nodes}
     return ServeConfig(
-        engine=dataclasses.replace(ENGINE, **values),
+        engine=dataclasses.replace(engine, **values),
         ray_address=nodes.address,
         http_port=free_port(), grpc_port=free_port(), metrics_port=0,
         num_workers=1, cpus_per_worker=1, num_ingress=1,
@@ -86,3 +101,42 @@ def test_a_group_over_two_nodes(two_nodes: Nodes) -> None:
     while last.is_running() and last.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s, "a rank outlived its worker"
         time.sleep(0.2)
+
+
+def stores_of(config: ServeConfig) -> dict[str, Manifest]:
+    """What the expert stores of an application hold, by the node of each."""
+    names = [each["name"] for each in list_named_actors(all_namespaces=True)]
+    found = {}
+    for name in names:
+        if name.startswith(f"{config.app_name}-experts-"):
+            actor = ray.get_actor(name, NAMESPACE)
+            found[ray.get(actor.node.remote())] = ray.get(actor.manifest.remote())
+    return found
+
+
+def epochs_of(view: ClusterView) -> list[int]:
+    """Of the files from which the first rank of each worker fills its expert cache."""
+    return [stats.experts.epoch for _, stats in view.workers if stats.experts is not None]
+
+
+@pytest.mark.timeout(400)
+def test_the_experts_of_a_group_lie_where_its_ranks_are(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Each node's store has those of its rank, and all ranks follow it to another epoch."""
+    moe = dataclasses.replace(ENGINE, model="builtin-moe", expert_store_dir=str(tmp_path))
+    one = config_of(two_nodes, 1, engine=moe)
+    cached = dataclasses.replace(moe, expert_cache_gb=CACHE_GB)
+    group = config_of(two_nodes, 2, engine=cached)
+    with deployed(one):
+        alone = answers(one, NUM, TOKENS)
+    with deployed(group) as cluster:
+        places = nodes_of("Worker") + nodes_of_class("RankHost")
+        stores = stores_of(group)
+        assert set(stores) == set(places) and len(stores) == 2
+        own, far = (set(stores[node].experts()) for node in places)
+        facts = stores[places[0]]
+        assert len(own | far) == len(facts.layers) * facts.num_experts and not own & far
+        assert answers(group, NUM, TOKENS) == alone
+        reloaded = asyncio.run(reload_stores(group.app_name))
+        assert [each.epoch for each in reloaded] == [2, 2]
+        await_view(cluster, lambda view: epochs_of(view) == [2], 60)
+        assert answers(group, NUM, TOKENS) == alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +22,16 @@ from penstock.workers.engine.group.far import LOOPBACK, interface_of
 from penstock.workers.engine.group.peer import Pulse
 from penstock.workers.engine.sizing import step_memory
 from penstock.workers.engine.state_memory import state_memory
-from penstock.workers.errors import InvariantError
+from penstock.workers.errors import InvariantError, LoadError
 from penstock.workers.execution.cuda_graphs import CudaCapture, GraphSizes
 from penstock.workers.execution.executor import Executor
+from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.models.host_batch import GroupMemory
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.scheduling.deferral import scratch_bytes
+
+log = logging.getLogger("penstock.engine")
 
 
 class Commands:
@@ -62,6 +66,8 @@ class Commands:
             wire.HOST: self._take_host_memory,
             wire.STORE: self._store,
             wire.LOAD: self._load,
+            wire.EXPERTS: self._use_experts,
+            wire.PREFETCH: self._prefetch,
         }
         self._answer(weight_bytes(model, draft))
 
@@ -116,6 +122,18 @@ class Commands:
     def _draft_logits(self, contents: bytes) -> None:
         assert self._draft is not None
         self._draft.own_logits(int.from_bytes(contents, "little"))
+
+    def _use_experts(self, contents: bytes) -> None:
+        """From the next step on. Other experts than before are refused: the old ones stay."""
+        if self._model.routed is not None:
+            try:
+                self._model.routed.use_experts(Manifest.from_json(contents))
+            except LoadError as error:
+                log.warning("%s", error)
+
+    def _prefetch(self, contents: bytes) -> None:
+        if self._model.routed is not None:
+            self._model.routed.prefetch = bool(contents[0])
 
     def _take_host_memory(self, contents: bytes) -> None:
         """A slot for this rank's part of a block each."""

@@ -17,6 +17,7 @@ import psutil
 from penstock.workers.channel.proof import NONCE_BYTES, Proof
 from penstock.workers.engine.group import wire
 from penstock.workers.errors import LoadError
+from penstock.workers.experts.expert_file import Manifest
 
 CONNECT_S = 120.0  # for a rank's process to start and to connect
 DIGEST_BYTES = 32
@@ -25,6 +26,10 @@ LOOPBACK = "lo"
 
 class Machine(Protocol):
     """Another machine of a group."""
+
+    @property
+    def experts(self) -> Manifest | None:
+        """Of the file there that expert caches are filled from; None: each rank writes its own."""
 
     def start(self, address: str, secret: str) -> None:
         """Start a rank there that connects to `address`, HOST:PORT, and knows `secret`."""

@@ -31,6 +31,7 @@ from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.experts.build import settings_in_group
 from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import Rank
@@ -70,9 +71,10 @@ def _loaded(
     rank = Rank(**{**settings["rank"], "sizes": ExchangeSizes(**settings["rank"]["sizes"])})
     folder = Path(settings["folder"]) if settings["folder"] else verified_folder(config)
     with named_shortages(config.model, device):
-        experts = None
-        if settings["experts"] is not None:
-            experts = settings_in_group(config, Manifest.from_json(settings["experts"]))
+        text = settings["experts"]
+        manifest = None if text is None else Manifest.from_json(text)
+        share = rank.expert_share(ModelConfig.from_pretrained(folder))
+        experts = settings_in_group(config, manifest, share)
         model = load_configured(config, folder, device, progress=False, experts=experts, rank=rank)
         draft = load_draft(config, folder, device, model, rank=rank)
     assert isinstance(model, ShardDecoder) and isinstance(draft, ShardDecoder | None)

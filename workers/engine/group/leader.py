@@ -11,8 +11,8 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Leader:
     ):
         """Starts them; they load at the same time as this rank. `transport`: as of Rank. `far`: the
         machines that have an equal share of the ranks each. `experts`: of the file that expert
-        caches are filled from. Raises ConfigError and LoadError."""
+        caches of this machine are filled from. Raises ConfigError and LoadError."""
         model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
         num_stages = config.pipeline_parallel_size
         sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_sampled_rows)
@@ -70,12 +70,11 @@ class Leader:
         self._far = far
         self._weight_bytes: list[int] = []  # of all ranks
         self._model: ShardDecoder | None = None
-        manifest = None if experts is None else experts.to_json()
-        settings = {"config": asdict(config), "device": device, "experts": manifest}
+        settings = {"config": asdict(config), "device": device}
         num_here = self.rank.num_all // (1 if far is None else far.num_machines)
         for number in range(1, num_here):
-            here = {**settings, "folder": str(folder), "place": number}
-            self._start({**here, "rank": asdict(replace(self.rank, number=number))})
+            here = {**settings, "folder": str(folder), "place": number, "experts": _json(experts)}
+            self._start({**here, "rank": asdict(self.rank.numbered(number))})
         if far is not None:
             self._start_far(far, num_here, settings)
 
@@ -95,6 +94,9 @@ class Leader:
             self._peers, self._send_all, num_here=len(self._processes)
         )
         model.on_adapters = adapters.before_step
+        model.on_experts = self._use_experts
+        if model.routed is not None:
+            model.routed.on_prefetch = self._prefetch
         self._tell_of(model, wire.STEP, wire.LOGITS)
         if isinstance(draft, ShardDecoder):
             self._tell_of(draft, wire.DRAFT_STEP, wire.DRAFT_LOGITS)
@@ -139,8 +141,9 @@ class Leader:
                 for place in range(num_each):
                     machine.start(reception.address, reception.secret)
                     connection = reception.accept()
-                    rank = asdict(replace(self.rank, number=len(self._peers) + 1))
+                    rank = asdict(self.rank.numbered(len(self._peers) + 1))
                     there = {**settings, "folder": "", "place": place, "rank": rank}
+                    there["experts"] = _json(machine.experts)
                     self._add(connection, there, is_here=False)
         except BaseException:
             self.close()
@@ -152,6 +155,15 @@ class Leader:
         peer = Peer(len(self._peers) + 1, connection, is_here=is_here)
         self._peers.append(peer)
         peer.send(wire.SETTINGS, json.dumps(settings).encode())
+
+    def _use_experts(self, machine: int, manifest: Manifest) -> None:
+        """`manifest`: of another epoch of the file on that machine, this one being 0."""
+        num_each = self.rank.num_all // (1 if self._far is None else self._far.num_machines)
+        numbers = range(machine * num_each, (machine + 1) * num_each)
+        self._send_all(wire.EXPERTS, manifest.to_json().encode(), numbers)
+
+    def _prefetch(self, is_on: bool) -> None:
+        self._send_all(wire.PREFETCH, bytes([is_on]))
 
     def _end_all(self) -> None:
         end_with_group("a step of this worker's group has failed half-way")
@@ -188,10 +200,14 @@ class Leader:
         """As HostMirror."""
         self._send_all(wire.LOAD, wire.pairs_bytes(slots, blocks))
 
-    def _send_all(self, kind: int, contents: bytes = b"") -> None:
+    def _send_all(
+        self, kind: int, contents: bytes = b"", numbers: Container[int] | None = None
+    ) -> None:
+        """To the ranks with these numbers; None: to all."""
         with self._sending:
             for peer in self._peers:
-                peer.send(kind, contents)
+                if numbers is None or peer.number in numbers:
+                    peer.send(kind, contents)
 
     def _logits(self, kind: int, num_rows: int) -> None:
         with self._sending:
@@ -201,3 +217,7 @@ class Leader:
     def _await_ready(self) -> list[Any]:
         """What each says with it."""
         return [peer.await_ready() for peer in self._peers]
+
+
+def _json(manifest: Manifest | None) -> str | None:
+    return None if manifest is None else manifest.to_json()

@@ -19,6 +19,8 @@ from penstock.workers.models.host_batch import GroupStep, HostBatch, HostRolling
 
 SETTINGS, READY, CONNECT, MEMORY, STEP, LOGITS, HOST, STORE, LOAD, CAPTURE = range(10)
 DRAFT_STEP, DRAFT_LOGITS = 10, 11  # of the draft model, if all ranks have a part of it
+EXPERTS = 15  # another epoch of the file that expert caches are filled from
+PREFETCH = 16  # whether experts are predicted and prefetched: a byte
 OF_ADAPTERS = LOAD_ADAPTER, DROP_ADAPTERS, STEP_ADAPTERS = 12, 13, 14  # adapters.py
 PULSE, FAILED = -1, -2
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind

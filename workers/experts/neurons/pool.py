@@ -84,8 +84,7 @@ class NeuronPool:
         self.counts = counts
         self.last_use: torch.cuda.Event | None = None  # kernels launched before it may read rows
         self.table = PlaceTable(num_places, facts.num_all, facts.inner)
-        keys = [(layer, e) for layer in facts.layers for e in range(facts.num_experts)]
-        self.experts = {key: PooledExpert(self, key, i) for i, key in enumerate(keys)}
+        self.experts = {key: PooledExpert(self, key, i) for i, key in enumerate(facts.experts())}
         self._pinned: dict[Key, RowIndices] = {}
         self._prefetch_queue: deque[tuple[Key, RowIndices]] = deque()
 

@@ -15,6 +15,7 @@ from penstock.kernels.types import PackedLinear
 from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.adapters.table import OtherRanks
+from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.memory.workspace import Workspace, activation_plan
@@ -40,6 +41,8 @@ OnMemory = Callable[[GroupMemory, tuple[int, int]], None]
 # Has the others capture decode graphs; returns what waits until they have.
 OnCapture = Callable[[], Callable[[], None]]
 OnAdapters = Callable[[StepAdapters | None], None]  # of the step that comes next
+# Has the ranks of a machine, this one being 0, read their experts from another epoch of its file.
+OnExperts = Callable[[int, Manifest], None]
 RankMemory = tuple[int, int, int]  # bytes of weights, of K and V, and of recurrent states
 
 
@@ -75,6 +78,7 @@ class ShardDecoder(Decoder):
         self.on_memory: OnMemory | None = None
         self.on_capture: OnCapture | None = None
         self.on_adapters: OnAdapters | None = None
+        self.on_experts: OnExperts | None = None
         self.other_ranks: OtherRanks | None = None  # for its adapters
         # Takes host memory for a number of blocks on the other ranks.
         self.on_host: Callable[[int], HostMirror] | None = None
@@ -107,6 +111,11 @@ class ShardDecoder(Decoder):
         self.on_step(GroupStep(batch, is_graph, shares))
         if shares:
             self.exchange.share_ids(token_ids)
+
+    def use_experts(self, manifest: Manifest, machine: int = 0) -> None:
+        super().use_experts(manifest, machine)
+        if self.on_experts is not None:
+            self.on_experts(machine, manifest)
 
     def take_ids(self, token_ids: Tensor) -> None:
         """Receive the ids [T] of a step that the device of the first rank alone knows."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.workers.experts.expert_file import ExpertShare
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.alone import LoneExchange
 from penstock.workers.models.shards.collective import CollectiveExchange
@@ -39,6 +40,10 @@ class Rank:
         """Ranks of the group."""
         return self.num_ranks * self.num_stages
 
+    def numbered(self, number: int) -> Rank:
+        """Another rank of the group."""
+        return replace(self, number=number)
+
     def shard_of(self, config: ModelConfig) -> Shard:
         """`config`: the whole model's. Raises ConfigError if it cannot be divided so."""
         return Shard(config, self.number % self.num_ranks, self.num_ranks, self.whole_experts)
@@ -47,6 +52,13 @@ class Rank:
         """The same."""
         config.check_stages(self.num_stages)
         return Stage(self.number // self.num_ranks, self.num_stages, config.num_layers)
+
+    def expert_share(self, config: ModelConfig) -> ExpertShare | None:
+        """The routed experts of this rank, where they are whole; None: it has none."""
+        layers, experts = self.stage_of(config).layers, self.shard_of(config).experts
+        if not experts.size or not any(config.moe_layers[layers.start : layers.stop]):
+            return None
+        return ExpertShare(layers.start, layers.stop, experts.first, experts.end)
 
     def exchange_for(self, config: ModelConfig, device: torch.device) -> Exchange:
         """With the ranks of the same stage. `config`: the whole model's."""

@@ -29,7 +29,7 @@ from tests.deployments.waiting import until
 def worker_of(node: Node) -> Worker:
     """The node's engine and channel as a Worker, whose threads run already."""
     made = Worker.__new__(Worker)
-    made._channel, made._engine_thread, made._routed = node.channel, node.thread, None
+    made._channel, made._engine_thread = node.channel, node.thread
     return made
 
 

@@ -16,23 +16,30 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from penstock.workers.channel.proof import NONCE_BYTES
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.group import far, wire
+from penstock.workers.engine.group.expert_shares import shares_of_machine
 from penstock.workers.engine.group.far import FarRanks, Reception, dial
 from penstock.workers.engine.group.process import EXIT_STATUS, RankProcess
 from penstock.workers.engine.load import load_engine
 from penstock.workers.errors import ConfigError, LoadError
+from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.experts.writer import write_expert_file
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import engine_of, run
+from tests.workers.experts.moe_cases import experts_of
 
 HOST = "127.0.0.1"
 
 
 class Here:
     """A machine of which this process is the parent."""
+
+    experts: Manifest | None = None
 
     def __init__(self) -> None:
         self.started: list[RankProcess] = []
@@ -86,6 +93,29 @@ def test_ids_of_one_process(name, num_ranks, machines, options):
         finally:
             engine.close()
     assert found[0] == found[1]
+
+
+def test_experts_of_each_machine(tmp_path):
+    """Caches are filled from the file of their machine, or, where it has none, of the rank's own;
+    these have their ranks' experts only."""
+    folder, found = make_checkpoint("olmoe-4-kv"), []
+    options = {"expert_cache_gb": 0.0002, "expert_store_dir": str(tmp_path)}
+    config = EngineConfig(tensor_parallel_size=3, nodes_per_worker=3)
+    experts = experts_of(folder)
+    shares = shares_of_machine(config, experts.config, 1)
+    stored = Here()
+    stored.experts = write_expert_file(experts, tmp_path / "a", torch.float32, shares=shares)
+    with forked_ranks():
+        group = group_of(str(folder), 3, (stored, Here()), **options)
+    one = engine_of(str(folder), 1)
+    for engine in (group, one):
+        try:
+            found.append(run(engine))
+            engine.model.use_experts(stored.experts, machine=1)  # on a rank with a file, mid-way
+            found.append(run(engine))
+        finally:
+            engine.close()
+    assert found == [found[-1]] * 4
 
 
 RUNS = """
