@@ -222,7 +222,7 @@ class EngineStats:
     step_seconds: dict[str, float] = field(default_factory=dict)  # by phase of execution/timing.py
     step_model: dict[str, float] = field(
         default_factory=dict
-    )  # seconds by term of execution/timing.py
+    )  # seconds by term of execution/step_model.py
     step_tokens: Distribution | None = None  # computed in one step
     experts: ExpertStats | None = None  # where there is a cache of experts
     states: StateStats | None = None  # of a model with linear attention

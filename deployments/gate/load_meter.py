@@ -1,8 +1,9 @@
 """How much work requests bring, and how much of it a worker does: what the autoscaler reads.
 
 Work is counted in units (an answer token is one, a prompt token a part of one), and reported in
-worker-seconds: units over the units per second that a worker was measured to do while it was full.
-The caller passes the time.
+worker-seconds: units over the units per second that a worker was measured to do while it was full;
+until one was, over those that a full one would do by what its steps cost. The caller passes the
+time.
 
 A refused request that comes again is the same work, and counts once: else an overload would grow
 with each of its retries, and workers be ordered for them. Few clients mark a retry, so it is known
@@ -17,9 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.deployments.gate.forecast.full_rate import (
+    PROMPT_UNIT,
+    MeanRequest,
+    StepCosts,
+    full_rate,
+)
 from penstock.deployments.gate.types import LOWEST_PRIORITY, GateRequest, Running, WorkerSpec
 
-PROMPT_UNIT = 0.2  # work of a prompt token: prefill computes many at once
 PRIOR_RATE = 1000.0  # units a second of a worker, before one has reported
 WINDOW_S = 1.0  # shortest measurement
 GAIN = 0.1  # of a measurement in the moving average
@@ -83,7 +89,7 @@ class LoadMeter:
         self._done = 0.0  # units, of all workers
         self._rate: float | None = None  # None: not measured yet
         self._prior = PRIOR_RATE
-        self._step_s = 0.0
+        self._mean, self._step_s = MeanRequest(), 0.0
         self._refused = _Refused()
         self._measured_s, self._done_then, self._was_full = now, 0.0, False
 
@@ -110,6 +116,7 @@ class LoadMeter:
         is_batch = request.priority <= LOWEST_PRIORITY
         known = _Request(PROMPT_UNIT * request.prompt_tokens, answer_tokens, is_batch, mark)
         self._requests[request.request_id] = known
+        self._mean.add(request.prompt_tokens, answer_tokens)
         if is_batch or self._refused.returns(mark, now):
             return
         self._offered_work_s += (known.prompt + known.answer) / self.rate
@@ -131,8 +138,14 @@ class LoadMeter:
         if request is not None and (generated or request.has_begun):
             self._advance(request, generated)
 
-    def reported(self, spec: WorkerSpec, running: Sequence[Running], step_s: float) -> None:
-        """A worker's report: all that runs on it."""
+    def reported(
+        self,
+        spec: WorkerSpec,
+        running: Sequence[Running],
+        step_s: float,
+        costs: StepCosts | None = None,
+    ) -> None:
+        """A worker's report: all that runs on it, how long its steps take, and what they cost."""
         for each in running:
             request = self._requests.get(each.request_id)
             if request is None:  # offered to an earlier life of the gate, or not judged yet
@@ -143,6 +156,10 @@ class LoadMeter:
         if step_s > 0:
             self._step_s = step_s
             self._prior = spec.slots / step_s
+            if costs is not None:
+                self._prior = full_rate(
+                    costs, self._mean, step_s, capacity=spec.capacity, slots=spec.slots
+                )
 
     def measure(self, now: float, num_workers: int, is_full: bool) -> None:
         """Call often. `is_full`: requests wait, or the workers run as many as they can."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.deployments.gate.controller import Gate
+from penstock.deployments.gate.forecast.full_rate import StepCosts
 from penstock.deployments.gate.inbox import Inbox, Offered
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.load_meter import GateLoad, LoadMeter
@@ -196,7 +197,8 @@ class GateService:
         self.gate.add_worker(spec)
         self.counts.preemptions += self.workers.reported(spec, report.num_preemptions, now)
         self.learner.progress(report.running)
-        self._meter.reported(spec, report.running, report.step_s)
+        costs = StepCosts.of(report.step_costs)
+        self._meter.reported(spec, report.running, report.step_s, costs)
         self.gate.report(spec.name, report, now)
 
     def _ended(self, ended: pb.Ended, now: float) -> None:

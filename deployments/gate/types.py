@@ -313,3 +313,4 @@ class Report:
     step_s: float  # recent duration of a step
     num_preemptions: int = 0  # since the worker started
     is_draining: bool = False  # it takes no new request
+    step_costs: tuple[float, ...] = ()  # as StepCosts; empty: not known

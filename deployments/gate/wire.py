@@ -112,6 +112,7 @@ def report_from(message: pb.WorkerReport) -> Report:
         min(max(report.step_s, STEP_S[0]), STEP_S[1]) if report.step_s > 0 else 0.0,
         report.num_preemptions,
         report.is_draining,
+        tuple(report.step_costs),
     )
 
 

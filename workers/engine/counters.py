@@ -9,7 +9,8 @@ from penstock.workers.config import EngineConfig
 from penstock.workers.engine.sizing import saved_bytes
 from penstock.workers.execution.executor import Executor
 from penstock.workers.execution.step import StepInFlight
-from penstock.workers.execution.timing import StepModel, StepTimes
+from penstock.workers.execution.step_model import StepModel
+from penstock.workers.execution.timing import StepTimes
 from penstock.workers.memory.restore import Rates
 from penstock.workers.request import FinishReason
 from penstock.workers.scheduling.deferral import Deferral

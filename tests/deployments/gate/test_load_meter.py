@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.deployments.gate import load_meter
-from penstock.deployments.gate.load_meter import PRIOR_RATE, PROMPT_UNIT, LoadMeter
+from penstock.deployments.gate.forecast.full_rate import PROMPT_UNIT, StepCosts
+from penstock.deployments.gate.load_meter import PRIOR_RATE, LoadMeter
 from penstock.deployments.gate.types import LOWEST_PRIORITY, GateRequest, Running, WorkerSpec
 
 SPEC = WorkerSpec("a", 1, capacity=10_000, slots=8)
@@ -100,6 +103,29 @@ def test_before_a_measurement_the_rate_is_slots_over_the_time_of_a_step():
     assert meter.rate == PRIOR_RATE
     meter.reported(SPEC, [], step_s=0.02)
     assert meter.rate == pytest.approx(8 / 0.02)
+
+
+def test_before_a_measurement_the_rate_is_that_of_a_full_worker_by_what_its_steps_cost():
+    """By hand: eight rows of 100 + 40 / 2 tokens, and 20 prompt tokens a step for them."""
+    costs = StepCosts(step=0.01, row=0.001, cached_token=1e-6, prompt_token=1e-4)
+    meter = LoadMeter(0.0)
+    for number in range(3):
+        offer(meter, str(number), 100, 40)
+    meter.reported(SPEC, [], step_s=0.011, costs=costs)
+    step_s = 0.01 + 8 * 0.001 + 8 * 120 * 1e-6 + 20 * 1e-4
+    assert meter.rate == pytest.approx((8 + PROMPT_UNIT * 20) / step_s)
+    small = dataclasses.replace(SPEC, capacity=480)  # four such requests
+    meter.reported(small, [], step_s=0.011, costs=costs)
+    step_s = 0.01 + 4 * 0.001 + 4 * 120 * 1e-6 + 10 * 1e-4
+    assert meter.rate == pytest.approx((4 + PROMPT_UNIT * 10) / step_s)
+    meter.reported(SPEC, [], step_s=0.5, costs=costs)  # no shorter than steps are now
+    assert meter.rate == pytest.approx((8 + PROMPT_UNIT * 20) / 0.5)
+
+
+def test_costs_that_are_no_numbers_are_not_believed():
+    assert StepCosts.of(()) is None
+    assert StepCosts.of((0.01, float("nan"), 0.0, 0.0)) is None
+    assert StepCosts.of((0.01, 0.001, 0.0, 0.0)) == StepCosts(0.01, 0.001, 0.0, 0.0)
 
 
 def test_workers_that_are_not_full_lower_no_rate_but_may_raise_it():

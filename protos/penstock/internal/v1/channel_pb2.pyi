@@ -295,7 +295,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "others_tokens", "sequence", "step_s", "num_preemptions", "block_size", "max_num_seqs", "request_ids", "generated", "prompt_tokens", "max_tokens", "is_draining", "is_stalled")
+    __slots__ = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "others_tokens", "sequence", "step_s", "num_preemptions", "block_size", "max_num_seqs", "request_ids", "generated", "prompt_tokens", "max_tokens", "is_draining", "is_stalled", "step_costs")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +312,7 @@ class Report(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     IS_STALLED_FIELD_NUMBER: _ClassVar[int]
+    STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -328,4 +329,5 @@ class Report(_message.Message):
     max_tokens: _containers.RepeatedScalarFieldContainer[int]
     is_draining: bool
     is_stalled: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., others_tokens: _Optional[int] = ..., sequence: _Optional[int] = ..., step_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., request_ids: _Optional[_Iterable[str]] = ..., generated: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[_Iterable[int]] = ..., is_draining: _Optional[bool] = ..., is_stalled: _Optional[bool] = ...) -> None: ...
+    step_costs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., others_tokens: _Optional[int] = ..., sequence: _Optional[int] = ..., step_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., request_ids: _Optional[_Iterable[str]] = ..., generated: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[_Iterable[int]] = ..., is_draining: _Optional[bool] = ..., is_stalled: _Optional[bool] = ..., step_costs: _Optional[_Iterable[float]] = ...) -> None: ...
