@@ -137,6 +137,7 @@ class RankStats:
     num_gathers: int  # of rows that are divided among the ranks, since the start
     wait_s: float  # for the other ranks, in these
     state_bytes: int = 0  # of recurrent states, of a model with linear attention
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Adapter:
     process; `num_bytes`: on its device.
 
     In a group, `number` is what its ranks call it, which no other one had, and `other_bytes` what
-    it takes on the other ranks.
+    it takes on each of the other ranks.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Adapter:
     rank: int
     num_bytes: int
     number: int = 0
-    other_bytes: int = 0
+    other_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,14 @@ class AdapterTable:
     @property
     def total_bytes(self) -> int:
         """The same on all ranks of a group together."""
-        return sum(each.num_bytes + each.other_bytes for each in self._adapters.values())
+        return sum(self.rank_bytes)
+
+    @property
+    def rank_bytes(self) -> list[int]:
+        """The same on each rank; of a process alone, one number."""
+        loaded = list(self._adapters.values())  # another thread may be loading one
+        each = [(adapter.num_bytes, *adapter.other_bytes) for adapter in loaded]
+        return [sum(of_rank) for of_rank in zip(*each, strict=True)]
 
     @property
     def names(self) -> list[str]:

@@ -134,6 +134,14 @@ def _state_stats(states: StateCache, ranks: Seq[RankStats]) -> StateStats:
     return replace(stats, slot_bytes=state_bytes // stats.num_slots or stats.slot_bytes)
 
 
+def with_adapters(stats: EngineStats, rank_bytes: Seq[int]) -> EngineStats:
+    """`stats` of a group whose adapters take so many bytes on each rank; none: none is loaded."""
+    if not rank_bytes:
+        return stats
+    each = zip(stats.ranks, rank_bytes)
+    return replace(stats, ranks=tuple(replace(rank, adapter_bytes=num) for rank, num in each))
+
+
 def _deferral_stats(deferral: Deferral | None) -> DeferralStats | None:
     if deferral is None:
         return None

@@ -19,7 +19,7 @@ from penstock.workers.adapters.packed import Adapter
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings, unsupported_reason
 from penstock.workers.engine.build import build_parts, wants_async_scheduling
-from penstock.workers.engine.counters import Totals, num_outstanding_tokens, stats_of
+from penstock.workers.engine.counters import Totals, num_outstanding_tokens, stats_of, with_adapters
 from penstock.workers.engine.draft import drafts_described
 from penstock.workers.engine.validation import RequestValidator
 from penstock.workers.errors import StoreUnavailable
@@ -237,9 +237,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         num_outstanding = sum(map(num_outstanding_tokens, self._sequences.values()))
-        return stats_of(
+        found = stats_of(
             self.config, self.executor, self.scheduler, self.totals, self.times, num_outstanding
         )
+        return found if self.adapters is None else with_adapters(found, self.adapters.rank_bytes)
 
     def check(self) -> None:
         """Assert the invariants of blocks and sequences. Cheap enough for idle time and tests."""

@@ -16,7 +16,7 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
     labels = (*LABELS, "rank")
     memory = GaugeMetricFamily(
         "penstock_rank_memory_bytes",
-        "Memory of one rank of a worker's group, for weights, K and V, and recurrent states.",
+        "Memory of one rank of a worker's group, for weights, K and V, states, and adapters.",
         labels=(*labels, "use"),
     )
     gathers = CounterMetricFamily(
@@ -36,6 +36,8 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
             memory.add_metric((*each, "kv"), rank.kv_bytes)
             if rank.state_bytes:
                 memory.add_metric((*each, "states"), rank.state_bytes)
+            if rank.adapter_bytes:
+                memory.add_metric((*each, "adapters"), rank.adapter_bytes)
             gathers.add_metric(each, rank.num_gathers)
             waits.add_metric(each, rank.wait_s)
     yield from (memory, gathers, waits)

@@ -60,7 +60,7 @@ class AdapterRanks:
             self._drop([adapter.number])
             raise LoadError(reasons[0])
         loaded = replace(
-            adapter, other_bytes=sum(each for each in answers if isinstance(each, int))
+            adapter, other_bytes=tuple(each for each in answers if isinstance(each, int))
         )
         weakref.finalize(loaded, self._unused.append, loaded.number).atexit = False
         return loaded

@@ -217,12 +217,14 @@ def test_each_rank_has_its_part(folders):
         ]
         found = table.find("all")
         assert found is not None
-        assert (found.num_bytes, found.other_bytes) == tuple(each.num_bytes for each in parts)
+        assert (found.num_bytes, *found.other_bytes) == tuple(each.num_bytes for each in parts)
+        assert [rank.adapter_bytes for rank in group.stats().ranks] == table.rank_bytes
         whole = pack_adapter("a", file, config_of("llama"), torch.device("cpu")).num_bytes
         assert found.num_bytes < 0.75 * whole
         assert table.num_bytes < table.reserved_bytes < 3 * adapter_bytes(config, 8)
         fields = adapter_fields(table, [])
-        assert fields["adapter_bytes"] == table.total_bytes > table.num_bytes
+        assert fields["adapter_bytes"] == table.total_bytes == sum(table.rank_bytes)
+        assert table.rank_bytes[0] == table.num_bytes > 0 < table.rank_bytes[1]
 
 
 def config_of(base: str) -> ModelConfig:
