@@ -19,12 +19,13 @@ def run_experts(url: str, api_key: str | None, tls: ClientTls | None = None) -> 
     """Print the table; the exit status. Raises ConfigError or ServerError."""
     with connect_http(url, "experts", api_key, tls) as server:
         status = server.get("/v1/penstock/status")
-    found = [(each["id"], each["experts"]) for each in status["workers"] if each.get("experts")]
+    found = [each for each in status["workers"] if each.get("experts")]
     if not found:
         print("no worker has an expert cache; `penstock serve --expert-cache-gb X` makes one")
         return 1
-    for worker, figures in found:
-        print("\n".join(table(worker, figures)))
+    for each in found:
+        of_rank = "" if each["num_ranks"] == 1 else f", the first of {each['num_ranks']} ranks"
+        print("\n".join(table(f"{each['id']}{of_rank}", each["experts"])))
     return 0
 
 

@@ -50,7 +50,8 @@ class WorkerStatus(BaseModel):
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
-    experts: ExpertStats | None  # None: no cache of experts
+    num_ranks: int  # processes with a part of the model each
+    experts: ExpertStats | None  # of the first of them; None: no cache of experts
 
 
 class IngressStatus(BaseModel):
@@ -144,6 +145,7 @@ def _worker_status(info: WorkerInfo, stats: EngineStats) -> WorkerStatus:
         num_prefix_queried_tokens=stats.num_prefix_queried_tokens,
         num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
         num_preemptions=stats.num_preemptions,
+        num_ranks=max(1, len(stats.ranks)),
         experts=stats.experts,
     )
 
