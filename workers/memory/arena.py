@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.kernels.cpu import huge_pages
 from penstock.kernels.types import KvScales, PagedKv
 
 BLOCK_ALIGN_BYTES = 512
@@ -108,8 +109,12 @@ class Arena:
         self.layout = layout
         self.num_blocks = num_blocks
         self.reserve_bytes = -(-reserve_bytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
-        self.storage = torch.empty(
-            num_blocks * layout.block_bytes + self.reserve_bytes, dtype=torch.uint8, device=device
+        num_bytes = num_blocks * layout.block_bytes + self.reserve_bytes
+        # A decode step on a CPU reads a few KiB of each of many blocks: huge pages help it much.
+        self.storage = (
+            huge_pages.empty((num_bytes,), torch.uint8, alone=True)
+            if device.type == "cpu"
+            else torch.empty(num_bytes, dtype=torch.uint8, device=device)
         )
 
     @property

@@ -1,14 +1,17 @@
-"""Memory for weights: pieces do not overlap, and a slab goes with its last piece."""
+"""Memory for weights and KV: pieces do not overlap, and a slab goes with its last piece."""
 
 from __future__ import annotations
 
 import gc
 import mmap
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.kernels.cpu import huge_pages
+from penstock.workers.memory.arena import Arena, BlockLayout
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +54,49 @@ def test_a_large_weight_has_a_slab_of_its_own():
     more = huge_pages.empty((100_000,), torch.uint8)
     assert more.data_ptr() - small.data_ptr() == 100_096
     assert large.nbytes == huge_pages.SLAB_BYTES
+
+
+def test_memory_alone_goes_with_its_tensor(monkeypatch):
+    made = []
+
+    class Mapping(mmap.mmap):
+        def __new__(cls, *args, **kwargs):
+            made.append(weakref.ref(mapping := super().__new__(cls, *args, **kwargs)))
+            return mapping
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    one = huge_pages.empty((100_000,), torch.uint8)
+    alone = huge_pages.empty((3, 100_000), torch.bfloat16, alone=True)
+    two = huge_pages.empty((100_000,), torch.uint8)
+    assert two.data_ptr() - one.data_ptr() == 100_096 and len(made) == 2
+    assert alone.shape == (3, 100_000) and alone.fill_(2).sum(dtype=torch.float32) == 600_000
+    del alone
+    gc.collect()
+    assert made[1]() is None and made[0]() is not None
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages"
+)
+def test_the_kv_of_a_worker_may_be_in_huge_pages():
+    layout = BlockLayout(3, 2, 16, 64, torch.bfloat16)
+    arena = Arena(layout, 100, torch.device("cpu"), reserve_bytes=1000)
+    assert arena.num_bytes == 100 * layout.block_bytes + 1024
+    assert "hg" in flags_of(arena.storage.data_ptr())  # what MADV_HUGEPAGE leaves
+    assert "hg" not in flags_of(torch.empty(2**25, dtype=torch.uint8).data_ptr())
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping at `address` of this process."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            first, last = (int(end, 16) for end in name.split("-"))
+            holds = first <= address < last
+        elif holds and name == "VmFlags:":
+            return rest
+    raise AssertionError("no mapping there")
 
 
 def test_a_system_without_huge_pages(monkeypatch):

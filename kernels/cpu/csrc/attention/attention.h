@@ -162,6 +162,7 @@ struct KeyRows {
         std::fill(values + count, values + KEY_TILE, values[skip]);
     }
     bool is_empty() const { return skip >= count; }
+    void clear() { skip = count = 0; }
     // Before a row is read.
     void prepare(const Cache& c) {
         if constexpr (is_coded) {

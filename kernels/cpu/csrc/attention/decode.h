@@ -3,9 +3,13 @@
 #pragma once
 
 #include "attention/order.h"
+#include "attention/pieces.h"
 
 constexpr int MAX_HEADS = 8;  // query heads whose sums are in registers together
 constexpr int64_t SPLITS_A_THREAD = 4;  // at least, or heads are shared among threads, too
+// Steps between asking memory for a tile and reading it. One takes a twentieth longer than two (Zen 4), and
+// three gain nothing.
+constexpr int AHEAD = 2;
 
 constexpr int SHARES = W / CHAINS;  // keys that share a vector, each with one lane a chain
 
@@ -73,11 +77,10 @@ INLINE void score_keys(const float* queries, int64_t ldq, const Row* keys, const
 // Scores of G heads and the keys of one tile.
 template <int G, class Row>
 __attribute__((noinline)) void score_heads(const float* queries, int64_t ldq, const KeyRows<Row>& tile,
-                                           bool announces, int64_t dim, float* scores) {
+                                           const Row* ahead, int64_t dim, float* scores) {
     constexpr int P = vectors_at_once(G), COUNT = P * SHARES;
     for (int64_t j = tile.skip / COUNT * COUNT; j < tile.count; j += COUNT)
-        score_keys<G, P>(queries, ldq, tile.keys + j, announces ? tile.values + j : nullptr, dim,
-                         scores + j);
+        score_keys<G, P>(queries, ldq, tile.keys + j, ahead ? ahead + j : nullptr, dim, scores + j);
 }
 
 // out[g][d...] = out * keep[g] + sum_j weights[g][j] * values[j][d...], j ascending, N vectors wide.
@@ -116,7 +119,7 @@ __attribute__((noinline)) void weigh_heads(const float* weights, const Row* valu
         weigh_columns<G, 1>(weights, values, ahead, count, keep, out, ldo, d, dim - d);
 }
 
-// Call body(std::integral_constant<int, n>, at) for pieces of n = 1, 2, 4 and up to MAX that make up
+// Call body(std::integral_constant<int, n>, at) for pieces of n = 1, 2, 3, 4 and MAX that make up
 // `count`, the largest first.
 template <int MAX, class Body>
 INLINE void in_pieces(int count, Body&& body) {
@@ -124,18 +127,19 @@ INLINE void in_pieces(int count, Body&& body) {
     for (; at + MAX <= count; at += MAX) body(std::integral_constant<int, MAX>{}, at);
     if constexpr (MAX > 1)
         if (at < count)
-            in_pieces<MAX / 2>(count - at, [&](auto n, int more) { body(n, at + more); });
+            in_pieces<(MAX > 4 ? 4 : MAX - 1)>(count - at,
+                                               [&](auto n, int more) { body(n, at + more); });
 }
 
-// Values of one tile, added to the sums of `heads` queries; `next`: the tile after it.
+// Values of one tile, added to the sums of `heads` queries. `ahead`: rows that are needed soon, or null.
 template <class Row>
-void add_values(int heads, const float* scores, const KeyRows<Row>& tile, const KeyRows<Row>& next,
+void add_values(int heads, const float* scores, const KeyRows<Row>& tile, const Row* ahead,
                 const float* keep, float* out, int64_t ldo, int64_t dim) {
     const int64_t first = tile.skip, count = tile.count - first;
-    const Row* ahead = next.is_empty() ? nullptr : next.keys + first;
     const auto weigh = [&](auto n, int g) {
         weigh_heads<n.value, Row>(scores + g * KEY_TILE + first, tile.values + first,
-                                  g ? nullptr : ahead, count, keep + g, out + g * ldo, ldo, dim);
+                                  g || !ahead ? nullptr : ahead + first, count, keep + g,
+                                  out + g * ldo, ldo, dim);
     };
     if constexpr (sizeof(typename Row::Element) == 1)
         in_pieces<MAX_HEADS>(heads, weigh);  // half as many copies; codes are cheap to read again
@@ -158,29 +162,47 @@ INLINE void take_query(const T* from, float* to, int64_t dim) {
 template <class Row>
 struct DecodeScratch {
     std::vector<float> queries, scores, keep, scales;
-    KeyRows<Row> tiles[2];  // this one and the next
+    KeyRows<Row> tiles[AHEAD + 1];  // of the step at hand, and of those that are likely to follow
+    Step held[AHEAD + 1];
+    int64_t turn = 0;
     DecodeScratch(const Cache& c, int64_t heads, int64_t group, int64_t padded)
         : queries(heads * padded * SHARES), scores(group * KEY_TILE), keep(group),
-          scales(KeyRows<Row>::room(c, 2)) {
-        tiles[0].scales = scales.data();
-        tiles[1].scales = scales.data() + KeyRows<Row>::room(c, 1);
+          scales(KeyRows<Row>::room(c, AHEAD + 1)) {
+        for (int i = 0; i <= AHEAD; ++i) {
+            tiles[i].scales = scales.data() + KeyRows<Row>::room(c, i);
+            held[i] = {-1, 0};
+        }
+    }
+
+    // The tile of `step`, which stands `ahead` steps after the one at hand.
+    KeyRows<Row>& find(const AttentionArgs& a, const Pieces& pieces, Step step, int ahead) {
+        const int64_t place = (turn + ahead) % (AHEAD + 1);
+        KeyRows<Row>& tile = tiles[place];
+        if (held[place] == step) return tile;
+        held[place] = step;
+        tile.clear();
+        if (step.piece < pieces.count) {
+            const Piece piece = pieces.at(step.piece);
+            const Split& split = *piece.split;
+            tile.find(a, split.b, piece.head(step.step), piece.tile(step.step), split.begin, split.end);
+        }
+        return tile;
     }
 };
 
-struct Split {
-    int64_t b, begin, end, index, num_splits;
-    bool sinks;  // the keys before the sink end, which are scored with `q_sink`
-};
-
-// One step of the queries in `at` over the keys of `tile`; `next`: the tile that is read after it.
+// One step of the queries in `at` over the keys of `tile`; `next`: the tile that is read AHEAD steps later.
+// A row of `tile` asks for one of `next`, key for key and value for value: so memory is asked at the pace
+// at which it is read, and has the time of whole steps to answer. (What `next` has more rows is left to the
+// processor's own foresight: asking for all of them at once gained nothing.)
 template <class Row>
 void decode_tile(const AttentionArgs& a, const KeyRows<Row>& tile, const KeyRows<Row>& next,
                  int64_t padded, const float* queries, DecodeScratch<Row>& at, const Partial& mine) {
     const int64_t group = a.group(), dim = a.cache.dim;
+    const bool none = next.is_empty();
     for (int64_t g = 0; g < group; g += MAX_HEADS)
         with_constant<MAX_HEADS>((int)std::min<int64_t>(MAX_HEADS, group - g), [&](auto n) {
-            score_heads<n.value>(queries + g * padded * SHARES, padded * SHARES, tile, g == 0, dim,
-                                 &at.scores[g * KEY_TILE]);
+            score_heads<n.value>(queries + g * padded * SHARES, padded * SHARES, tile,
+                                 g || none ? nullptr : next.keys, dim, &at.scores[g * KEY_TILE]);
         });
     const int64_t width = (tile.count + W - 1) / W * W;
     for (int64_t g = 0; g < group; ++g) {
@@ -190,65 +212,27 @@ void decode_tile(const AttentionArgs& a, const KeyRows<Row>& tile, const KeyRows
                             mine.total[g]);
     }
     for (int64_t g = 0; g < group; g += MAX_HEADS)
-        add_values((int)std::min<int64_t>(MAX_HEADS, group - g), &at.scores[g * KEY_TILE], tile, next,
-                   &at.keep[g], mine.out + g * padded, padded, dim);
+        add_values((int)std::min<int64_t>(MAX_HEADS, group - g), &at.scores[g * KEY_TILE], tile,
+                   none ? nullptr : next.values, &at.keep[g], mine.out + g * padded, padded, dim);
 }
 
-// Some kv heads of a split.
-struct Piece {
-    const Split* split;
-    int64_t first, last;
-
-    template <class Row>
-    void find(KeyRows<Row>& tile, const AttentionArgs& a, int64_t head, int64_t start) const {
-        tile.find(a, split->b, head, start, split->begin, split->end);
-    }
-    int64_t first_tile() const { return split->begin / KEY_TILE * KEY_TILE; }
-};
-
-// The queries of `piece`, which are in `at`: a tile of all its heads, then the next tile, as the keys of
-// a block lie side by side. `after`: what is likely to be computed next, or of no split.
+// The queries of piece `i`, which are in `at`.
 template <class Row>
-void decode_piece(const AttentionArgs& a, const Piece& piece, const Piece& after, int64_t padded,
+void decode_piece(const AttentionArgs& a, const Pieces& pieces, int64_t i, int64_t padded,
                   DecodeScratch<Row>& at, float* parts) {
-    const Split& split = *piece.split;
-    if (split.begin >= split.end) return;
-    const int64_t group = a.group(), first = piece.first, last = piece.last;
-    int64_t start = piece.first_tile();
-    piece.find(at.tiles[0], a, first, start);
-    for (int turn = 0; start < split.end; start += KEY_TILE) {
-        for (int64_t head = first; head < last; ++head, turn ^= 1) {
-            KeyRows<Row>&tile = at.tiles[turn], &next = at.tiles[turn ^ 1];
-            const bool is_last = head + 1 == last;
-            if (is_last && start + KEY_TILE >= split.end && after.split)
-                after.find(next, a, after.first, after.first_tile());
-            else
-                piece.find(next, a, is_last ? first : head + 1, start + is_last * KEY_TILE);
-            tile.prepare(a.cache);
-            decode_tile(a, tile, next, padded, &at.queries[(head - first) * group * padded * SHARES], at,
-                        Partial(parts + head * Partial::size(group, padded), group, padded));
-        }
+    const Piece piece = pieces.at(i);
+    const int64_t group = a.group(), steps = piece.steps();
+    for (int64_t step = 0; step < steps; ++step, ++at.turn) {
+        Step found = {i, step};
+        KeyRows<Row>* tiles[AHEAD + 1] = {&at.find(a, pieces, found, 0)};
+        for (int ahead = 1; ahead <= AHEAD; ++ahead)
+            tiles[ahead] = &at.find(a, pieces, found = pieces.after(found), ahead);
+        const int64_t head = piece.head(step);
+        tiles[0]->prepare(a.cache);
+        decode_tile(a, *tiles[0], *tiles[AHEAD], padded,
+                    &at.queries[(head - piece.first) * group * padded * SHARES], at,
+                    Partial(parts + head * Partial::size(group, padded), group, padded));
     }
-}
-
-// Fills `splits`, those of a sequence in order; returns the number of (key, query head) pairs, the work.
-INLINE int64_t cut_contexts(const AttentionArgs& a, std::vector<Split>& splits) {
-    int64_t pairs = 0;
-    splits.clear();
-    for (int64_t b = 0; b < a.batch; ++b) {
-        const int64_t len = a.lens[b], start = a.window_starts ? a.window_starts[b] : 0;
-        const int64_t begin = std::max(start, a.window ? len - a.window : 0), first = begin / SPLIT;
-        const int64_t sinks = a.sink_ends ? std::min<int64_t>(a.sink_ends[b], len) : 0;
-        const int64_t ahead = sinks > 0;  // splits before those of the window
-        // A row without any key has one empty split, which makes its result 0.
-        const int64_t count = begin < len ? (len - 1) / SPLIT - first + 1 : 1 - ahead;
-        if (ahead) splits.push_back({b, 0, sinks, 0, count + 1, true});
-        for (int64_t s = 0; s < count; ++s)
-            splits.push_back({b, std::max(begin, (first + s) * SPLIT),
-                              std::min(len, (first + s + 1) * SPLIT), ahead + s, ahead + count, false});
-        pairs += (sinks + std::max<int64_t>(len - begin, 0)) * a.heads;
-    }
-    return pairs;
 }
 
 template <class T, class Row>
@@ -264,16 +248,14 @@ void decode_rows(const AttentionArgs& a) {
     if ((int64_t)scratch.size() < items * part) scratch.resize(items * part);
     const Split* splits = all_splits.data();  // the caller's, for all threads
     float* parts = scratch.data();
-    const auto piece_at = [&](int64_t i) {
-        return Piece{splits + i / turns, i % turns * taken, (i % turns + 1) * taken};
-    };
-#pragma omp parallel num_threads((int)a.threads) if (pairs * dim > GRAIN)
+    const int64_t threads = pairs * dim > GRAIN ? a.threads : 1;
+    const Pieces pieces{splits, taken, turns, num_splits * turns, threads};
+#pragma omp parallel num_threads((int)threads)
     {
         DecodeScratch<Row> own(a.cache, taken * group, group, padded);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_splits * turns; ++i) {
-            const bool is_last = i + 1 == num_splits * turns;
-            const Piece piece = piece_at(i), after = is_last ? Piece{} : piece_at(i + 1);
+        for (int64_t i = 0; i < pieces.count; ++i) {
+            const Piece piece = pieces.at(i);
             const Split& split = *piece.split;
             const int64_t first = piece.first;
             const T* rows = split.sinks ? (const T*)a.q_sink + split.b * a.q_sink_stride
@@ -283,7 +265,7 @@ void decode_rows(const AttentionArgs& a) {
                 take_query(rows + (first * group + g) * dim, &own.queries[g * padded * SHARES], dim);
             for (int64_t head = first; head < piece.last; ++head)
                 Partial(mine + head * part, group, padded).clear(group, padded);
-            decode_piece(a, piece, after, padded, own, mine);
+            decode_piece(a, pieces, i, padded, own, mine);
         }
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < items; ++item) {  // merge, once a (sequence, kv head)
