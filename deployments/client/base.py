@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +16,23 @@ from penstock.deployments.client.types import Message, Prompt, Sampling
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 
+# What gRPC sends again by itself, as long as no headers of an answer have come. A server that stops
+# answers CANCELLED to calls that it has received and not begun (grpc/grpc#41785), and resets new
+# connections; the attempts after that reach another one. Headers come with the answer's id, also
+# before an error of ours: none of those is repeated.
+_RETRIES = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.05s",
+    "backoffMultiplier": 2,
+    "maxBackoff": "1s",
+    "retryableStatusCodes": ["CANCELLED", "UNAVAILABLE"],
+}
+_SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_CONFIG = {"methodConfig": [{"name": [{"service": _SERVICE}], "retryPolicy": _RETRIES}]}
+
 CHANNEL_OPTIONS = (
+    ("grpc.service_config", json.dumps(_CONFIG)),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # attempts that come later find a new connection
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

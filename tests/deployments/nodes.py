@@ -21,6 +21,7 @@ from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster as RayNodes
 
 from penstock.deployments.client import AsyncClient
+from penstock.deployments.client.base import CHANNEL_OPTIONS
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.placement import INGRESS_RESOURCE
@@ -104,7 +105,8 @@ class ClientOfOneConnection(AsyncClient):
     """Shares its connection with no other, so that clients spread over the ingresses."""
 
     def _connect(self, target: str, credentials: Any) -> Any:
-        return grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+        own = ("grpc.use_local_subchannel_pool", 1)
+        return grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, own])
 
 
 def nodes_of(replica: str) -> list[str]:

@@ -45,10 +45,12 @@ class Guard(grpc.aio.ServerInterceptor):
         self._open_calls = open_calls
         self._turns = turns
         self.num_calls = 0  # that run now, each of them a stream of some connection
+        self.num_begun = 0  # calls that gRPC has handed over, refused ones included
 
     async def intercept_service(
         self, continuation: Find, details: grpc.HandlerCallDetails
     ) -> Handler | None:
+        self.num_begun += 1
         need = RPCS.get(details.method)
         handler = await continuation(details)
         if need is Access.PUBLIC:

@@ -5,6 +5,7 @@ The services are penstock.v1 (inference.py), the Open Inference Protocol, health
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -33,6 +34,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 TLS_OPTIONS = (("grpc.server_handshake_timeout_ms", 5_000),)
+ARRIVED_S = 1.0  # longest wait of a server that stops for calls which have arrived
+PROMPT_S = 0.01  # an event loop takes what has arrived in this time, unless it is late
 FURTHER_CALLS = 1024  # health, reflection, and calls that are being refused
 
 
@@ -53,7 +56,18 @@ class GrpcServer:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Report NOT_SERVING, take no new calls, and let running ones end for up to `grace_s`."""
         self._health.is_stopping = True
+        await self._take_arrived()
         await self._server.stop(grace_s)
+
+    async def _take_arrived(self) -> None:
+        """Wait for calls that have arrived while the event loop was late: gRPC hands over one at
+        a time, and answers CANCELLED to those that wait for it when the server stops."""
+        now_s = asyncio.get_running_loop().time
+        until_s, is_late, num = now_s() + ARRIVED_S, True, -1
+        while (is_late or num != self._guard.num_begun) and now_s() < until_s:
+            num, before_s = self._guard.num_begun, now_s()
+            await asyncio.sleep(PROMPT_S)
+            is_late = now_s() - before_s > 1.5 * PROMPT_S
 
 
 async def start_server(
