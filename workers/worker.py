@@ -149,6 +149,7 @@ class Worker:
         """Read the same experts from another epoch of the store of `machine`, which is another one
         than 0 for ranks elsewhere. Raises LoadError if they are others."""
         self._model.use_experts(manifest, machine)
+        self._engine_thread.renew_stats()
 
     def drain(self, at_most_s: float) -> int:
         """Accept no new request; return when all requests have ended, or after `at_most_s`.

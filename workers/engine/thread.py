@@ -35,11 +35,16 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class _RenewStats:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Message = Request | CompiledRequest | _Cancel | _Stop
+_Message = Request | CompiledRequest | _Cancel | _RenewStats | _Stop
 
 
 class EngineThread:
@@ -102,6 +107,10 @@ class EngineThread:
             self._compile_queue.cancel(request_id)
         self._inbox.put(_Cancel(request_id))
 
+    def renew_stats(self) -> None:
+        """Have `stats` tell of what another thread has changed, also while there is no work."""
+        self._inbox.put(_RenewStats())
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the loop after the current step. Requests that still run are dropped."""
         if self._compile_queue is not None:
@@ -159,6 +168,8 @@ class EngineThread:
                 return False
             if isinstance(message, _Cancel):
                 engine.abort(message.request_id)
+            elif isinstance(message, _RenewStats):
+                self._renew_stats()
             else:
                 self._add(message, deltas)
             message = None
