@@ -16,7 +16,6 @@ from penstock.deployments.supervision.replicas import cluster_resources
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.experts.expert_file import ExpertShare, Manifest, RowSource, copies_for
 from penstock.workers.quantization import int4_options
-from penstock.workers.stats import ExpertStats
 from penstock.workers.weights.model_digest import verified_folder
 from penstock.workers.worker import Worker
 
@@ -53,29 +52,13 @@ class WorkerStores:
             return None
         return RemoteExperts(client, manifest)
 
-    def heartbeats(self, worker: Worker) -> StoreHeartbeats:
-        found = []
-        for machine, (client, manifest) in enumerate(zip(self.clients, self.manifests)):
-            if client is not None and manifest is not None:
-                found.append(StoreHeartbeat(client, worker, manifest.epoch, machine))
-        return StoreHeartbeats(found)
-
-
-class StoreHeartbeats:
-    """Of one worker, to all its stores."""
-
-    def __init__(self, each: Sequence[StoreHeartbeat] = ()):
-        self._each = each
-
-    def warm(self) -> None:
-        """As StoreHeartbeat.warm, of the store of the worker's own machine."""
-        for heartbeat in self._each:
-            heartbeat.warm()
-
-    def begin(self, worker: int, stats: ExpertStats) -> None:
-        """As StoreHeartbeat.begin_heartbeat."""
-        for heartbeat in self._each:
-            heartbeat.begin_heartbeat(worker, stats)
+    def heartbeats(self, worker: Worker) -> list[StoreHeartbeat]:
+        """To each of them."""
+        return [
+            StoreHeartbeat(client, worker, manifest.epoch, machine)
+            for machine, (client, manifest) in enumerate(zip(self.clients, self.manifests))
+            if client is not None and manifest is not None
+        ]
 
 
 def _manifest(client: ExpertStoreClient | None) -> Manifest | None:

@@ -21,9 +21,10 @@ from penstock.deployments.supervision.ray_workarounds import keep_serve_port_loc
 from penstock.deployments.supervision.registry import RegistryClient
 from penstock.deployments.supervision.replicas import configure_logging, start_failure
 from penstock.deployments.supervision.view import short_node
-from penstock.deployments.worker.expert_stores import StoreHeartbeats, WorkerStores
+from penstock.deployments.worker.expert_stores import WorkerStores
 from penstock.deployments.worker.far_ranks import far_ranks, group_nodes
 from penstock.deployments.worker.start_reports import StartReports
+from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.stats import AdapterChange, EngineStats, WorkerInfo
 from penstock.workers.worker import Worker
@@ -46,7 +47,7 @@ class WorkerReplica:
         keep_serve_port_local()
         self._drain_s = config.drain_s
         self._registry = RegistryClient(config.app_name)
-        self._stores = StoreHeartbeats()
+        self._stores: Sequence[StoreHeartbeat] = ()
         self._is_changing = False  # adapters are being loaded or dropped
         self._node = short_node(ray.get_runtime_context().get_node_id())
         await asyncio.to_thread(self._load, config, host, env_vars)
@@ -93,7 +94,8 @@ class WorkerReplica:
         )
         if stores is not None:
             self._stores = stores.heartbeats(self._worker)
-            self._stores.warm()
+            for store in self._stores:
+                store.warm()
 
     async def _announce(self, info: WorkerInfo, stats: EngineStats) -> None:
         """Send heartbeats to the registry and to the worker's expert stores.
@@ -101,7 +103,8 @@ class WorkerReplica:
         The registry's waits for no store: a worker whose store hangs serves, and stays listed.
         """
         if stats.experts is not None:
-            self._stores.begin(info.epoch, stats.experts)
+            for store in self._stores:
+                store.begin_heartbeat(info.epoch, stats.experts)
         changes = await self._registry.worker_beat(replace(info, node=self._node), stats)
         worker = getattr(self, "_worker", None)  # None: it is about to start
         if changes and worker is not None and not self._is_changing:

@@ -3,7 +3,7 @@
 A decode step on a CPU reads every weight once, in order, and with pages of 4 KiB the walk over
 their table costs it a tenth to a fifth of the memory's speed (Intel Xeon at 2.5 GHz: 17.1 GB/s
 instead of 20.3 with two threads that multiply int8 as they read). KV is read in pieces of a few
-KiB that lie far apart: with small pages decode attention takes 1.1 to 1.4 times as long (Zen 4).
+KiB that lie far apart, for which the walk costs more yet.
 """
 
 from __future__ import annotations

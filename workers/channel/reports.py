@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.peer import IngressPeer, RequestRoute
+from penstock.workers.execution.step_model import MIN_STEPS
 from penstock.workers.stats import EngineStats
-
-FITTED_STEPS = 50  # before what they are said to cost is worth telling
 
 
 def report_message(
@@ -41,7 +40,7 @@ def report_message(
         max_tokens=[route.max_tokens for route in routes],
         is_draining=is_draining,
         is_stalled=is_stalled,
-        step_costs=list(stats.step_model.values()) if stats.num_steps >= FITTED_STEPS else [],
+        step_costs=list(stats.step_model.values()) if stats.num_steps >= MIN_STEPS else [],
     )
 
 

@@ -135,7 +135,8 @@ def _state_stats(states: StateCache, ranks: Seq[RankStats]) -> StateStats:
 
 
 def with_adapters(stats: EngineStats, rank_bytes: Seq[int]) -> EngineStats:
-    """`stats` of a group whose adapters take so many bytes on each rank; none: none is loaded."""
+    """`stats` with the bytes of the loaded adapters on each rank of the group, `rank_bytes`. Empty
+    if no adapter is loaded."""
     if not rank_bytes:
         return stats
     each = zip(stats.ranks, rank_bytes)

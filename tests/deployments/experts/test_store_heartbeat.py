@@ -10,7 +10,6 @@ from penstock.deployments.experts import client as store_client
 from penstock.deployments.experts.client import ExpertStoreClient
 from penstock.deployments.experts.spec import StoreSpec
 from penstock.deployments.supervision.registry import Registry
-from penstock.deployments.worker.expert_stores import StoreHeartbeats
 from penstock.deployments.worker.replica import WorkerReplica
 from penstock.deployments.worker.store_heartbeat import StoreHeartbeat
 from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo
@@ -47,7 +46,7 @@ def test_a_hung_expert_store_does_not_silence_its_workers(monkeypatch: Any) -> N
     replica: Any = SimpleNamespace(
         _node="node",
         _registry=SimpleNamespace(worker_beat=worker_beat),
-        _stores=StoreHeartbeats([StoreHeartbeat(client, worker, 1)]),
+        _stores=[StoreHeartbeat(client, worker, 1)],
     )
     stats = EngineStats(experts=ExpertStats(4, 15, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0))
 

@@ -7,8 +7,8 @@
 
 constexpr int MAX_HEADS = 8;  // query heads whose sums are in registers together
 constexpr int64_t SPLITS_A_THREAD = 4;  // at least, or heads are shared among threads, too
-// Steps between asking memory for a tile and reading it. One takes a twentieth longer than two (Zen 4), and
-// three gain nothing.
+// Steps between asking memory for a tile and reading it. With one, memory answers too late (Zen 4); three
+// gain nothing.
 constexpr int AHEAD = 2;
 
 constexpr int SHARES = W / CHAINS;  // keys that share a vector, each with one lane a chain
