@@ -138,6 +138,7 @@ class RankStats:
     wait_s: float  # for the other ranks, in these
     state_bytes: int = 0  # of recurrent states, of a model with linear attention
     adapter_bytes: int = 0
+    reserve_bytes: int = 0  # for activations, logits, scratch blocks and the inputs of graphs
 
 
 @dataclass(frozen=True, slots=True)

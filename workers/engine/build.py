@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.workers.adapters.table import AdapterTable
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.draft import draft_executor, memory_beside
-from penstock.workers.engine.sizing import log_memory, more_elsewhere, step_memory
+from penstock.workers.engine.sizing import log_memory, sizes_of_ranks, step_memory
 from penstock.workers.engine.speculation import drafting_of
 from penstock.workers.engine.state_memory import StateMemory, check_states, state_memory
 from penstock.workers.errors import ConfigError
@@ -35,7 +35,7 @@ from penstock.workers.memory.state_slots import StatePool
 from penstock.workers.memory.workspace import StepMemory
 from penstock.workers.model_config import check_length
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.host_batch import GroupMemory
+from penstock.workers.models.host_batch import CacheBytes, GroupMemory
 from penstock.workers.models.layers import LayerCache
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.scheduling.deferral import (
@@ -92,13 +92,11 @@ def build_parts(
     draft_layout = layout if draft is None else layout_of_draft(config, draft, layout)
     memory = step_memory(
         config,
-        layout,
         model,
+        sizes_of_ranks(model, layout, of_parts),
         graph_bytes,
         other_bytes=reserved,
-        state_bytes=state_bytes,
         beside=memory_beside(config, draft, draft_layout),
-        elsewhere=more_elsewhere(model, layout, state_bytes, of_parts),
     )
     log_memory(config, memory)
     cache = KVCache(
@@ -135,7 +133,8 @@ def build_parts(
             0 if states is None else states.num_slots,
             None if sizes is None else asdict(sizes),
         )
-        model.on_memory(sized, (memory.arena.num_blocks * layout.block_bytes, state_bytes))
+        kv_bytes = memory.arena.num_blocks * layout.block_bytes
+        model.on_memory(sized, CacheBytes(kv_bytes, state_bytes, memory.arena.reserve_bytes))
     # Of a step for a measurement: as many as other steps may have, which ranks of a group rely on.
     most_rows = memory.tokens_that_fit(min(PROBE_ROWS, config.max_num_batched_tokens))
     if config.kv_commit != "eager":
@@ -192,7 +191,7 @@ def group_host(model: Decoder, num_blocks: int) -> GroupHost | None:
     """None: `model` is no rank of a group."""
     if not isinstance(model, ShardDecoder) or model.on_host is None:
         return None
-    block_bytes = sum(kv_bytes for _, kv_bytes, _ in model.memory_of) // num_blocks
+    block_bytes = sum(each.kv for each in model.caches_of) // num_blocks
     return GroupHost(block_bytes, model.on_host)
 
 

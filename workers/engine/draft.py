@@ -17,7 +17,7 @@ from penstock.workers.execution.draft_model import CATCH_UP_ROWS, NEAR
 from penstock.workers.execution.executor import Executor
 from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.memory.block_pool import BlockPool
-from penstock.workers.memory.workspace import StepMemory, logits_plan
+from penstock.workers.memory.workspace import StepMemory, StepRange, logits_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.layers import LayerCache
 from penstock.workers.models.loader import load_model
@@ -136,9 +136,8 @@ def draft_executor(
     memory = StepMemory(
         arena,
         BlockPool(num_own),
-        draft.plan,
+        StepRange(draft.plan, max(num_rows, CATCH_UP_ROWS if is_own else 0), layout.block_bytes),
         logits_plan(draft.config, draft.dtype),
-        reserve_tokens=max(num_rows, CATCH_UP_ROWS if is_own else 0),
         num_logits=num_rows,
     )
     caches: Sequence[LayerCache] = arena.kv_layers() if is_own else shared

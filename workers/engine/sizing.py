@@ -14,7 +14,7 @@ from penstock.workers.errors import ConfigError
 from penstock.workers.memory.arena import Arena, BlockLayout
 from penstock.workers.memory.block_pool import BlockPool
 from penstock.workers.memory.kv_format import KvFormat
-from penstock.workers.memory.workspace import StepMemory, blocks_to_borrow, logits_plan
+from penstock.workers.memory.workspace import BufferPlan, StepMemory, StepRange, logits_plan
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.scheduling.deferral import most_pending, num_scratch_blocks, scratch_bytes
 
@@ -26,73 +26,82 @@ CPU_KV_FRACTION = 1 / 8  # of the machine's memory: other programs need the rest
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Memory that a draft model takes beside the arena, or by how much more or less another rank of
-    a group takes than this one: in all, and for each block of the pool."""
+    """Memory that a draft model takes beside the arena: in all, and for each block of the pool."""
 
     num_bytes: int = 0
     block_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RankSizes:
+    """By what one rank of a group divides its memory, or a process without others."""
+
+    plan: BufferPlan  # of a step's activations
+    layout: BlockLayout
+    state_bytes: int = 0  # of recurrent states
+
+    def steps(self, config: EngineConfig) -> StepRange:
+        """The reserve has room for a row of each sequence, so that a step is possible however full
+        the pool is, and for some rows of drafts; with separate activations, or without K and V,
+        for the largest step."""
+        block_bytes, rows = self.layout.block_bytes, config.max_sampled_rows
+        if config.activation_memory == "separate" or not block_bytes:
+            rows = config.max_num_batched_tokens
+        elif num_scratch_blocks(config):  # one sequence at its limit always fits
+            rows += most_pending(config)
+        return StepRange(self.plan, rows, block_bytes)
+
+
 def step_memory(
     config: EngineConfig,
-    layout: BlockLayout,
     model: Decoder,
+    ranks: Sequence[RankSizes],
     extra_bytes: int = 0,
     *,
     other_bytes: int = 0,
-    state_bytes: int = 0,
     beside: Beside = Beside(),
-    elsewhere: Sequence[Beside] = (Beside(),),
 ) -> StepMemory:
     """The arena with its pool, and the activations and logits of a step in it.
 
-    The reserve has room for a row of each sequence, so that a step is possible however full the
-    pool is, and for some rows of drafts; with separate activations, for the largest step.
-    `extra_bytes` of it stay free, after the scratch blocks. `other_bytes` of the device are left to
-    adapters that are loaded later, where the size follows from its free memory; `state_bytes` of
-    what is allowed are taken by recurrent states, and `beside` by a draft model. `elsewhere`: of
-    all ranks, which have as many blocks. Raises ConfigError
-    if memory is short.
+    `ranks`: this process, then the others of its group, if it decides how many blocks all have.
+    `extra_bytes` of the reserve stay free, after the scratch blocks. `other_bytes` of the device
+    are left to adapters that are loaded later, where the size follows from its free memory;
+    `beside` is taken by a draft model. Raises ConfigError if memory is short.
     """
-    plan, logits = model.plan, logits_plan(model.config, model.dtype)
-    is_separate = config.activation_memory == "separate"
+    steps = [each.steps(config) for each in ranks]
     most_rows = config.max_sampled_rows
-    reserve_tokens = config.max_num_batched_tokens if is_separate else most_rows
-    if num_scratch_blocks(config) and not is_separate:  # one sequence at its limit always fits
-        reserve_tokens += most_pending(config)
-    reserve_bytes = plan.bytes_for(reserve_tokens) + logits.bytes_for(most_rows)
-    reserve_bytes += scratch_bytes(config, layout) + extra_bytes
-    num_blocks = _num_blocks(
-        config, layout, model, reserve_bytes, other_bytes, state_bytes=state_bytes, beside=beside,
-        elsewhere=elsewhere,
-    )  # fmt: skip
-    num_borrowed = blocks_to_borrow(
-        plan, config.max_num_batched_tokens, plan.bytes_for(reserve_tokens), layout.block_bytes
-    )
+    logits = logits_plan(model.config, model.dtype)
+    reserves = [
+        of_steps.reserve_bytes
+        + logits.bytes_for(most_rows)
+        + scratch_bytes(config, each.layout)
+        + extra_bytes
+        for each, of_steps in zip(ranks, steps, strict=True)
+    ]
+    num_blocks = _num_blocks(config, model, ranks, reserves, other_bytes=other_bytes, beside=beside)
+    num_borrowed = max(each.blocks_for(config.max_num_batched_tokens) for each in steps)
     return StepMemory(
-        Arena(layout, num_blocks, model.device, reserve_bytes),
+        Arena(ranks[0].layout, num_blocks, model.device, reserves[0]),
         BlockPool(num_blocks, num_tail=min(num_borrowed, num_blocks // 2)),
-        plan,
+        steps[0],
         logits,
-        reserve_tokens=reserve_tokens,
         num_logits=most_rows,
+        others=steps[1:],
     )
 
 
-def more_elsewhere(
-    model: Decoder, layout: BlockLayout, state_bytes: int, bytes_of_parts: Sequence[int]
-) -> list[Beside]:
-    """What each rank of a group takes more or less than this one, which counts blocks for all of
-    them. `layout` and `state_bytes`: of this one; `bytes_of_parts`: of states, of all."""
+def sizes_of_ranks(
+    model: Decoder, layout: BlockLayout, bytes_of_parts: Sequence[int]
+) -> list[RankSizes]:
+    """Of all ranks of a group, on the first one, whose blocks have `layout`. `bytes_of_parts`: of
+    states."""
     return [
-        Beside(
-            of_states - state_bytes,
-            replace(
-                layout, num_layers=part.num_kv_layers, num_kv_heads=part.num_kv_heads
-            ).block_bytes
-            - layout.block_bytes,
+        RankSizes(
+            plan,
+            replace(layout, num_layers=part.num_kv_layers, num_kv_heads=part.num_kv_heads),
+            of_states,
         )
-        for part, of_states in zip(model.parts, bytes_of_parts, strict=True)
+        for plan, part, of_states in zip(model.plans, model.parts, bytes_of_parts, strict=True)
     ]
 
 
@@ -120,40 +129,38 @@ def log_memory(config: EngineConfig, memory: StepMemory) -> None:
 
 def _num_blocks(
     config: EngineConfig,
-    layout: BlockLayout,
     model: Decoder,
-    reserve_bytes: int,
-    other_bytes: int,
+    ranks: Sequence[RankSizes],
+    reserves: Sequence[int],
     *,
-    state_bytes: int,
+    other_bytes: int,
     beside: Beside,
-    elsewhere: Sequence[Beside],
 ) -> int:
-    """Blocks in the pool: as configured, else what fits in memory and can ever be in use.
+    """Blocks in the pool: as configured, else what fits on every rank and can ever be in use.
 
-    Raises ConfigError if not even one block fits next to a reserve of `reserve_bytes`.
+    `reserves`: bytes of each rank. Raises ConfigError if not even one block fits next to them.
     """
     max_len = config.max_model_len or model.config.max_position_embeddings
     useful = config.max_num_seqs * -(-max_len // config.block_size)
     if config.num_blocks is not None:
         return config.num_blocks
-    # The states are allocated already: on a GPU they are no longer free.
-    taken = 0 if config.kv_cache_gb is None and model.device.type == "cuda" else state_bytes
-    budget = cache_budget(config, model.device, other_bytes) - taken - beside.num_bytes
-    block_bytes = layout.block_bytes + beside.block_bytes
-    that_fit = [
-        int((budget - more.num_bytes - reserve_bytes) // each)
-        for more in elsewhere
-        if (each := block_bytes + more.block_bytes)  # a stage may have no K and V
-    ]
-    num_blocks = min(*that_fit, useful)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"the KV pool of {budget / 2**30:.2f} GiB holds no block of {block_bytes} bytes"
-            f" next to {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a step;"
-            " raise kv_cache_gb, lower max_num_seqs or max_num_batched_tokens, or choose a smaller"
-            " model or block_size"
-        )
+    budget = cache_budget(config, model.device, other_bytes) - beside.num_bytes
+    if config.kv_cache_gb is None and model.device.type == "cuda":
+        budget += ranks[0].state_bytes  # they are allocated already, and no longer free
+    num_blocks = useful
+    for rank, reserve_bytes in zip(ranks, reserves, strict=True):
+        block_bytes = rank.layout.block_bytes + beside.block_bytes
+        if not block_bytes:  # a stage may have no K and V
+            continue
+        left = budget - rank.state_bytes
+        num_blocks = min(num_blocks, int((left - reserve_bytes) // block_bytes))
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the KV pool of {left / 2**30:.2f} GiB holds no block of {block_bytes} bytes"
+                f" next to {reserve_bytes / 2**20:.1f} MiB for the activations and logits of a "
+                "step; raise kv_cache_gb, lower max_num_seqs or max_num_batched_tokens, or choose "
+                "a smaller model or block_size"
+            )
     return num_blocks
 
 

@@ -6,7 +6,7 @@ and the fixed reserve after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -200,6 +200,28 @@ class Workspace:
         return Workspace(*(getattr(self, each.name)[first:end] for each in fields(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """Where one process has the rows of a step: in a reserve, and in the blocks before it."""
+
+    plan: BufferPlan
+    reserve_tokens: int  # rows in the reserve
+    block_bytes: int  # 0: it has no blocks, and every step lies in the reserve
+
+    @property
+    def reserve_bytes(self) -> int:
+        return self.plan.bytes_for(self.reserve_tokens)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` rows need beyond the reserve."""
+        lacking = self.plan.bytes_for(num_tokens) - self.reserve_bytes
+        return -(-lacking // self.block_bytes) if lacking > 0 else 0
+
+    def rows_in(self, num_blocks: int) -> int:
+        """The most rows that fit into `num_blocks` blocks and the reserve."""
+        return self.plan.rows_in(num_blocks * self.block_bytes + self.reserve_bytes)
+
+
 class StepMemory:
     """Gives each step its workspace and its logits, all inside the arena.
 
@@ -207,23 +229,28 @@ class StepMemory:
     `num_logits` rows. A step with more rows borrows the last blocks of the pool while it runs: they
     and the reserve are one range. With `reserve_tokens` as large as the largest step, nothing is
     ever borrowed. The remainder of the reserve is `rest`: the scratch blocks of deferred commit.
+
+    In a group all ranks borrow blocks of the same ids for a step: as many as the rank with the
+    smallest blocks needs.
     """
 
     def __init__(
         self,
         arena: Arena,
         pool: BlockPool,
-        plan: BufferPlan,
+        own: StepRange,
         logits: BufferPlan,
         *,
-        reserve_tokens: int,
         num_logits: int,
+        others: Sequence[StepRange] = (),
     ):
+        """`others`: of the other ranks, on the first one, which decides for all."""
         self.arena = arena
         self.pool = pool
-        self.plan = plan
-        self.reserve_tokens = reserve_tokens
-        self.reserve_bytes = plan.bytes_for(reserve_tokens)
+        self.plan = own.plan
+        self.reserve_tokens = own.reserve_tokens
+        self.reserve_bytes = own.reserve_bytes
+        self._ranges = list(dict.fromkeys((own, *others)))
         if arena.reserve_bytes < self.reserve_bytes + logits.bytes_for(num_logits):
             raise InvariantError("the reserve is too small for the logits")
         remainder = arena.tail(0)[self.reserve_bytes :]
@@ -235,9 +262,7 @@ class StepMemory:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a step of `num_tokens` rows borrows."""
-        return blocks_to_borrow(
-            self.plan, num_tokens, self.reserve_bytes, self.arena.layout.block_bytes
-        )
+        return max(each.blocks_for(num_tokens) for each in self._ranges)
 
     def tokens_that_fit(self, wanted: int) -> int:
         """How many of `wanted` rows a step can have with the blocks that are free now."""
@@ -245,14 +270,14 @@ class StepMemory:
         lendable = self.pool.num_lendable(needed)
         if lendable == needed:
             return wanted
-        return self.plan.rows_in(lendable * self.arena.layout.block_bytes + self.reserve_bytes)
+        return min(each.rows_in(lendable) for each in self._ranges)
 
     def free_rows(self, num_tokens: int) -> int:
         """Rows that a step of `num_tokens` can have more without borrowing further blocks."""
         known = self._free_rows.get(num_tokens)
         if known is None:  # it takes as long as a search for drafts
-            borrowed = self.blocks_for(num_tokens) * self.arena.layout.block_bytes
-            known = self.plan.rows_in(self.reserve_bytes + borrowed) - num_tokens
+            borrowed = self.blocks_for(num_tokens)
+            known = min(each.rows_in(borrowed) for each in self._ranges) - num_tokens
             self._free_rows[num_tokens] = known
         return known
 
@@ -281,11 +306,3 @@ class StepMemory:
             if num_tokens <= self.logits.shape[0]:  # decode steps: the views are reused
                 self._small[num_tokens] = workspace
         return workspace
-
-
-def blocks_to_borrow(
-    plan: BufferPlan, num_tokens: int, reserve_bytes: int, block_bytes: int
-) -> int:
-    """Blocks that `num_tokens` rows need beyond a reserve of `reserve_bytes`."""
-    lacking = plan.bytes_for(num_tokens) - reserve_bytes
-    return -(-lacking // block_bytes) if lacking > 0 else 0

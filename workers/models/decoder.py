@@ -17,7 +17,7 @@ from penstock.workers.errors import InvariantError
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routed import RoutedExperts
-from penstock.workers.memory.workspace import Workspace, activation_plan
+from penstock.workers.memory.workspace import BufferPlan, Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder_layer import DecoderLayer
 from penstock.workers.models.host_batch import HostBatch
@@ -211,6 +211,11 @@ class Decoder:
     def parts(self) -> tuple[ModelConfig, ...]:
         """What each process of a group has of the model; of one alone, all."""
         return (self.config,)
+
+    @property
+    def plans(self) -> tuple[BufferPlan, ...]:
+        """Of a step's activations in each of these processes."""
+        return (self.plan,)
 
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,3 +120,11 @@ class GroupMemory:
     max_model_len: int
     num_slots: int = 0
     graphs: dict[str, Any] | None = None
+
+
+class CacheBytes(NamedTuple):
+    """What a rank of a group takes beside its weights."""
+
+    kv: int
+    states: int  # recurrent ones
+    reserve: int  # for activations, logits, scratch blocks and the inputs of graphs

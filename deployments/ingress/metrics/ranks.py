@@ -16,7 +16,8 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
     labels = (*LABELS, "rank")
     memory = GaugeMetricFamily(
         "penstock_rank_memory_bytes",
-        "Memory of one rank of a worker's group, for weights, K and V, states, and adapters.",
+        "Memory of one rank of a worker's group, for weights, K and V, states, adapters, and the "
+        "activations and logits of a step (reserve).",
         labels=(*labels, "use"),
     )
     gathers = CounterMetricFamily(
@@ -34,6 +35,7 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
             each = (*names, str(number))
             memory.add_metric((*each, "weights"), rank.weight_bytes)
             memory.add_metric((*each, "kv"), rank.kv_bytes)
+            memory.add_metric((*each, "reserve"), rank.reserve_bytes)
             if rank.state_bytes:
                 memory.add_metric((*each, "states"), rank.state_bytes)
             if rank.adapter_bytes:

@@ -20,14 +20,14 @@ from penstock.workers.engine.group import wire
 from penstock.workers.engine.group.adapters import HeldAdapters
 from penstock.workers.engine.group.far import LOOPBACK, interface_of
 from penstock.workers.engine.group.peer import Pulse
-from penstock.workers.engine.sizing import step_memory
+from penstock.workers.engine.sizing import RankSizes, step_memory
 from penstock.workers.engine.state_memory import state_memory
 from penstock.workers.errors import InvariantError, LoadError
 from penstock.workers.execution.cuda_graphs import CudaCapture, GraphSizes
 from penstock.workers.execution.executor import Executor
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.kv_format import kv_format
-from penstock.workers.models.host_batch import GroupMemory
+from penstock.workers.models.host_batch import CacheBytes, GroupMemory
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.scheduling.deferral import scratch_bytes
 
@@ -69,7 +69,7 @@ class Commands:
             wire.EXPERTS: self._use_experts,
             wire.PREFETCH: self._prefetch,
         }
-        self._answer(weight_bytes(model, draft))
+        self._answer((weight_bytes(model, draft), model.num_scales))
 
     def run(self) -> None:
         """Until the first rank ends the connection. Raises PeerGone then."""
@@ -80,7 +80,7 @@ class Commands:
             else:
                 self._handlers[kind](contents)
 
-    def _answer(self, value: int | tuple[int, int]) -> None:
+    def _answer(self, value: int | tuple[int, ...]) -> None:
         self._pulse.send(wire.READY, json.dumps(value).encode())
 
     def _connect(self, contents: bytes) -> None:
@@ -99,7 +99,8 @@ class Commands:
             )  # fmt: skip
         states = [each for each in caches if isinstance(each, DeltaState)]
         state_bytes = states[0].last.untyped_storage().nbytes() if states else 0
-        self._answer((arena.num_blocks * arena.layout.block_bytes, state_bytes))
+        kv_bytes = arena.num_blocks * arena.layout.block_bytes
+        self._answer(CacheBytes(kv_bytes, state_bytes, arena.reserve_bytes))
 
     def _capture(self, contents: bytes) -> None:
         memory, executor = self._memory, self._executors[wire.STEP]
@@ -186,19 +187,18 @@ def _compute(
 def _executor(
     config: EngineConfig, model: ShardDecoder, sized: GroupMemory
 ) -> tuple[Executor, Tensor]:
-    """With the blocks that the first rank has, and its slots for states; activations lie apart from
-    them. And the memory of the inputs of decode graphs."""
+    """With the blocks that the first rank has, and its slots for states. And the memory of the
+    inputs of decode graphs."""
     config = replace(
         config,
         num_blocks=sized.num_blocks,
         num_state_slots=sized.num_slots or None,
         kv_cache_gb=None,
-        activation_memory="separate",
     )
     kv = kv_format(config.kv, config.kv_group, model.config.head_dim, model.dtype)
     layout = block_layout(config, model, kv)
     graph_bytes = 0 if sized.graphs is None else GraphSizes(**sized.graphs).num_bytes
-    memory = step_memory(config, layout, model, graph_bytes)
+    memory = step_memory(config, model, [RankSizes(model.plan, layout)], graph_bytes)
     states = state_memory(config, model)
     executor = make_executor(config, model, memory, sized.max_model_len, states)
     return executor, memory.rest[scratch_bytes(config, layout) :]

@@ -28,7 +28,7 @@ from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.host_batch import GroupMemory, GroupStep
+from penstock.workers.models.host_batch import CacheBytes, GroupMemory, GroupStep
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
@@ -68,7 +68,6 @@ class Leader:
         self._sending = threading.Lock()  # adapters are loaded by another thread than computes
         self._processes: list[RankProcess] = []
         self._far = far
-        self._weight_bytes: list[int] = []  # of all ranks
         self._model: ShardDecoder | None = None
         settings = {"config": asdict(config), "device": device}
         num_here = self.rank.num_all // (1 if far is None else far.num_machines)
@@ -84,7 +83,8 @@ class Leader:
 
         Raises LoadError if one of them cannot load.
         """
-        self._weight_bytes = [weight_bytes(model, draft), *self._await_ready()]
+        loaded = [(weight_bytes(model, draft), model.num_scales), *self._await_ready()]
+        model.weights_of, model.scales_of = map(list, zip(*loaded, strict=True))
         self._send_all(wire.CONNECT)
         model.connect(LOOPBACK if self._far is None else interface_of(self._far.host))
         self._model = model
@@ -168,13 +168,10 @@ class Leader:
     def _end_all(self) -> None:
         end_with_group("a step of this worker's group has failed half-way")
 
-    def _memory(self, sized: GroupMemory, own: tuple[int, int]) -> None:
+    def _memory(self, sized: GroupMemory, own: CacheBytes) -> None:
         self._send_all(wire.MEMORY, json.dumps(asdict(sized)).encode())
-        of_caches = [own, *self._await_ready()]  # bytes of K and V, and of states
         assert self._model is not None
-        self._model.memory_of = [
-            (weights, *caches) for weights, caches in zip(self._weight_bytes, of_caches)
-        ]
+        self._model.caches_of = [own, *(CacheBytes(*each) for each in self._await_ready())]
 
     def _capture(self) -> Callable[[], None]:
         self._send_all(wire.CAPTURE)

@@ -18,11 +18,11 @@ from penstock.workers.adapters.table import OtherRanks
 from penstock.workers.experts.expert_file import Manifest
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.host_tier import HostMirror
-from penstock.workers.memory.workspace import Workspace, activation_plan
+from penstock.workers.memory.workspace import BufferPlan, Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.decoder_layer import DecoderLayer
-from penstock.workers.models.host_batch import GroupMemory, GroupStep, HostBatch
+from penstock.workers.models.host_batch import CacheBytes, GroupMemory, GroupStep, HostBatch
 from penstock.workers.models.layers import (
     AttentionInputs,
     LayerCache,
@@ -35,15 +35,13 @@ from penstock.workers.stats import RankStats
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
 OnStep = Callable[[GroupStep], None]
 OnLogits = Callable[[int], None]
-# Tells the other ranks how much memory their caches take; of those of this rank, the bytes of K
-# and V, and of recurrent states.
-OnMemory = Callable[[GroupMemory, tuple[int, int]], None]
+# Tells the other ranks how much memory their caches take; and what those of this rank take.
+OnMemory = Callable[[GroupMemory, CacheBytes], None]
 # Has the others capture decode graphs; returns what waits until they have.
 OnCapture = Callable[[], Callable[[], None]]
 OnAdapters = Callable[[StepAdapters | None], None]  # of the step that comes next
 # Has the ranks of a machine, this one being 0, read their experts from another epoch of its file.
 OnExperts = Callable[[int, Manifest], None]
-RankMemory = tuple[int, int, int]  # bytes of weights, of K and V, and of recurrent states
 
 
 class ShardDecoder(Decoder):
@@ -69,10 +67,11 @@ class ShardDecoder(Decoder):
         )  # fmt: skip
         self.shard, self.exchange, self.whole_config = shard, exchange, shard.config
         self.vocab = shard.spans("vocab")
-        self.plan = activation_plan(
-            shard.config, self.dtype, self.num_scales, in_columns=shard.cuts_experts
-        )
-        self.memory_of: list[RankMemory] = []  # of all ranks, on the first one
+        self.plan = self._plan_with(self.num_scales)
+        # Of all ranks, on the first one: their `num_scales`, bytes of weights, and other memory.
+        self.scales_of: list[int] = []
+        self.weights_of: list[int] = []
+        self.caches_of: list[CacheBytes] = []
         self.on_step: OnStep | None = None  # of the first rank, once there are others
         self.on_logits: OnLogits | None = None
         self.on_memory: OnMemory | None = None
@@ -155,6 +154,16 @@ class ShardDecoder(Decoder):
         ranks = range(self.shard.num_ranks)
         return tuple(replace(self.shard, rank=rank).own_config for rank in ranks)
 
+    @property
+    def plans(self) -> tuple[BufferPlan, ...]:
+        return tuple(map(self._plan_with, self.scales_of or [self.num_scales]))
+
+    def _plan_with(self, num_scales: int) -> BufferPlan:
+        """Of a rank that has so many scales of int8 rows: all else is the same on all of them."""
+        return activation_plan(
+            self.shard.config, self.dtype, num_scales, in_columns=self.shard.cuts_experts
+        )
+
     def sink_queries(self, ws: Workspace) -> Tensor:
         return columns_of(ws.q_sink, self.shard.attended.size)
 
@@ -164,8 +173,8 @@ class ShardDecoder(Decoder):
     def _ranks(self, waits: Sequence[tuple[int, float]]) -> tuple[RankStats, ...]:
         """`waits`: as Exchange.waits."""
         return tuple(
-            RankStats(weights, kv, *wait, states)
-            for (weights, kv, states), wait in zip(self.memory_of, waits)
+            RankStats(weights, caches.kv, *wait, caches.states, reserve_bytes=caches.reserve)
+            for weights, caches, wait in zip(self.weights_of, self.caches_of, waits)
         )
 
     @torch.inference_mode()

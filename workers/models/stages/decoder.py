@@ -138,7 +138,7 @@ class StageDecoder(ShardDecoder):
 
     def ranks(self) -> tuple[RankStats, ...]:
         """How long each waits is known of this rank alone, for the last stage's rows."""
-        waits = [(self.link.num_received, self.link.waited_s)] + [(0, 0.0)] * len(self.memory_of)
+        waits = [(self.link.num_received, self.link.waited_s)] + [(0, 0.0)] * len(self.caches_of)
         return self._ranks(waits)
 
     @property

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from penstock.workers.planning.hardware import device_named
 from penstock.workers.planning.roofline import Roofline
 from penstock.workers.request import Request, SamplingParams
 from tests.workers.answers import answers, ids_of
-from tests.workers.checkpoints import random_model
+from tests.workers.checkpoints import make_checkpoint, random_model, random_prompt
 from tests.workers.engine.group.test_group import engine_of
 
 # Widths that two ranks share evenly, and weights that are most of a process's memory.
@@ -35,6 +36,11 @@ LARGE = {
     **EVEN, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_key_value_heads": 8,
 }  # fmt: skip
+LENT: dict[str, Any] = {
+    "num_blocks": 80, "max_num_seqs": 3, "max_num_batched_tokens": 64, "speculate": "off",
+    "kv_commit": "eager",
+}  # fmt: skip
+PP2 = {"pipeline_parallel_size": 2}
 LIMIT = 600 << 20  # bytes beside what Python and torch take; the weights of LARGE are 484 MiB
 
 
@@ -90,6 +96,38 @@ def counted(received: list[int]):
         gather_in_memory(own, shared, first, out, meeting)
 
     return gather
+
+
+@pytest.mark.parametrize("cut", [{"num_ranks": 3}, {"num_ranks": 1, **PP2}])
+def test_all_ranks_borrow_the_same_blocks_for_a_step(cut):
+    """As many as the rank with the smallest blocks needs, beside blocks that long answers hold."""
+    folder = str(make_checkpoint("llama-4-kv"))  # of which three ranks have 2, 1 and 1 KV heads
+    requests = [
+        Request(
+            str(n),
+            tuple(random_prompt(n)),
+            SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
+        )
+        for n in (70, 71, 50, 66)
+    ]
+    one = engine_of(folder, 1, num_blocks=400, activation_memory="separate")
+    want = answers(one, requests)
+    one.close()
+    apart = engine_of(folder, threads=3, activation_memory="separate", **LENT, **cut)
+    has_all = apart.stats().ranks
+    apart.close()
+    engine = engine_of(folder, threads=3, **LENT, **cut)
+    try:
+        found = answers(engine, requests)
+        assert {name: ids_of(deltas) for name, deltas in found.items()} == {
+            name: ids_of(deltas) for name, deltas in want.items()
+        }
+        assert engine.stats().num_shortened_steps > 0
+        saved = engine.memory.plan.bytes_for(64) - engine.memory.plan.bytes_for(3)
+        for rank, more in zip(engine.stats().ranks, has_all, strict=True):
+            assert more.reserve_bytes - rank.reserve_bytes == pytest.approx(saved, abs=512)
+    finally:
+        engine.close()
 
 
 LIMITED = """
