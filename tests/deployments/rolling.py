@@ -24,11 +24,14 @@ LISTED_S = 10.0  # after its last heartbeat the registry lists a replica for 3 s
 Ended = tuple[int, list[int], Any]  # number of the prompt, ids, and the error if there was one
 
 
-async def answer(target: str, number: int, max_tokens: int) -> tuple[list[int], Any]:
-    """Token ids of a greedy answer, and the error that ended it early, if one did."""
+async def answer(
+    target: str, number: int, max_tokens: int, model: str = ""
+) -> tuple[list[int], Any]:
+    """Token ids of a greedy answer, and the error that ended it early, if one did. `model`: its
+    name, where that is not the only one."""
     ids: list[int] = []
     try:
-        async with ClientOfOneConnection(target) as client:
+        async with ClientOfOneConnection(target, model=model) as client:
             async for piece in client.generate(
                 prompt(number), temperature=0.0, max_tokens=max_tokens, ignore_eos=True
             ):
@@ -38,12 +41,14 @@ async def answer(target: str, number: int, max_tokens: int) -> tuple[list[int], 
     return ids, None
 
 
-def answers(config: ServeConfig, num: int, max_tokens: int) -> list[tuple[list[int], Any]]:
+def answers(
+    config: ServeConfig, num: int, max_tokens: int, model: str = ""
+) -> list[tuple[list[int], Any]]:
     """Of `num` requests at once."""
 
     async def scenario() -> list[tuple[list[int], Any]]:
         target = f"127.0.0.1:{config.grpc_port}"
-        return await asyncio.gather(*(answer(target, n, max_tokens) for n in range(num)))
+        return await asyncio.gather(*(answer(target, n, max_tokens, model) for n in range(num)))
 
     return asyncio.run(scenario())
 

@@ -1,10 +1,11 @@
 """One worker whose two ranks, or two stages, are on two Ray nodes: the answers of one process, its
-return, and its expert stores."""
+return, its expert stores, its adapters, and a model with linear attention."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,17 @@ from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.config import EngineConfig
 from penstock.workers.experts.expert_file import Manifest
-from tests.deployments.clusters import ENGINE, await_view
+from penstock.workers.weights.hub import resolve_model
+from tests.deployments.clusters import ENGINE, await_view, prompt
 from tests.deployments.nodes import Nodes, deployed, nodes_of, nodes_of_class
 from tests.deployments.ports import free_port
 from tests.deployments.rolling import NUM, answers
+from tests.workers.adapters.peft_files import merged, write_adapter
+from tests.workers.checkpoints import FAMILIES, random_model, reference_greedy
+from tests.workers.text.tokenizers_of import checkpoint
 
 TOKENS = 40
+FEW = 5  # prompts, where the oracle is slower
 CACHE_GB = 0.004  # some experts of the built-in model
 
 
@@ -140,3 +146,32 @@ def test_the_experts_of_a_group_lie_where_its_ranks_are(two_nodes: Nodes, tmp_pa
         assert [each.epoch for each in reloaded] == [2, 2]
         await_view(cluster, lambda view: epochs_of(view) == [2], 60)  # without a request
         assert answers(group, NUM, TOKENS) == alone
+
+
+@pytest.mark.timeout(400)
+def test_adapters_and_states_of_a_group_over_two_nodes(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Each rank has its part. The oracle is transformers, in fp32."""
+    base = resolve_model("builtin")
+    adapter = write_adapter(tmp_path / "one", base, rank=3, seed=3, lora_alpha=1.2)
+    adapted = dataclasses.replace(ENGINE, enable_lora=True, lora_modules=f"one={adapter}")
+    group = config_of(two_nodes, 2, engine=adapted)
+    with deployed(group) as cluster:
+        (worker,) = cluster.view().workers
+        assert all(each.adapter_bytes > 0 for each in worker[1].ranks)
+        expected = (base, "builtin"), (merged(adapter, base, tmp_path / "merged"), "one")
+        for folder, name in expected:
+            assert answers(group, FEW, TOKENS, name) == greedy(folder)
+    folder = tmp_path / "linear"
+    shutil.copytree(checkpoint("byte_level"), folder)
+    model_type, shape = FAMILIES["qwen3_5_text"]
+    random_model(model_type, {**shape, "vocab_size": 2048}).save_pretrained(folder)
+    linear = dataclasses.replace(ENGINE, model=str(folder))
+    stages = config_of(two_nodes, 2, "pipeline_parallel_size", linear)
+    with deployed(stages) as cluster:
+        (worker,) = cluster.view().workers
+        assert all(each.state_bytes > 0 for each in worker[1].ranks)
+        assert answers(stages, FEW, TOKENS) == greedy(folder)
+
+
+def greedy(folder: Path) -> list[tuple[list[int], None]]:
+    return [(reference_greedy(folder, prompt(number), TOKENS), None) for number in range(FEW)]
