@@ -40,7 +40,7 @@ class RankSizes:
     layout: BlockLayout
     state_bytes: int = 0  # of recurrent states
 
-    def steps(self, config: EngineConfig) -> StepRange:
+    def step_range(self, config: EngineConfig) -> StepRange:
         """The reserve has room for a row of each sequence, so that a step is possible however full
         the pool is, and for some rows of drafts; with separate activations, or without K and V,
         for the largest step."""
@@ -68,7 +68,7 @@ def step_memory(
     are left to adapters that are loaded later, where the size follows from its free memory;
     `beside` is taken by a draft model. Raises ConfigError if memory is short.
     """
-    steps = [each.steps(config) for each in ranks]
+    steps = [each.step_range(config) for each in ranks]
     most_rows = config.max_sampled_rows
     logits = logits_plan(model.config, model.dtype)
     reserves = [
