@@ -18,7 +18,7 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.jobs import JobBoard, JobStatus
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody, ModelBody, model_body
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, ScaleReport
-from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo
+from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo, worker_name
 
 Workers = Callable[[], Iterable[tuple[WorkerInfo, EngineStats]]]
 View = Callable[[], ClusterView]
@@ -131,7 +131,7 @@ def add_status_route(
 
 def _worker_status(info: WorkerInfo, stats: EngineStats) -> WorkerStatus:
     return WorkerStatus(
-        id=f"{info.epoch:016x}"[:8],
+        id=worker_name(info.epoch),
         node=info.node,
         is_draining=info.is_draining,
         model=info.model,
