@@ -156,7 +156,9 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
         num_failures = view.num_failures
         for count in counts:
             count.report(view)
-        if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
+        num_at_gate = sum(each.num_waiting for each in view.ingresses)
+        workers = [(info.epoch, stats) for info, stats in view.workers]
+        if line := throughput.line(workers, num_at_gate):
             _say_now(line)
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
         _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")

@@ -525,3 +525,5 @@ def test_throughput_is_said_while_there_is_some():
     assert "generated 2 tok/s" in (throughput.line([(1, done)]) or "")
     now_s += 5
     assert throughput.line([(1, done), (3, idle)]) is None  # silent when idle
+    now_s += 5
+    assert "running 0, waiting 4," in (throughput.line([(1, done), (3, idle)], 4) or "")

@@ -62,6 +62,7 @@ class IngressStatus(BaseModel):
     is_draining: bool
     num_workers: int  # with a connection to this ingress
     num_connections: int  # of HTTP clients, and gRPC calls that run
+    num_waiting: int  # of its requests, at the gates
 
 
 class ScaleStatus(BaseModel):
@@ -157,6 +158,7 @@ def _ingress_status(info: IngressInfo) -> IngressStatus:
         is_draining=info.is_draining,
         num_workers=info.num_workers,
         num_connections=info.num_connections,
+        num_waiting=info.num_waiting,
     )
 
 
