@@ -200,7 +200,7 @@ def seen(*workers: tuple[str, int]) -> ClusterView:
 
 def test_a_lost_worker_is_reported_with_its_model_where_there_are_several():
     config = config_from({"models": [{"model": "builtin"}, {"model": "builtin-moe"}]})
-    lines = []
+    lines: list[str] = []
     counts = [WorkerCount(each, lines.append) for each in config.each_model]
     first, lost, replaced = ("builtin", 1), ("builtin-moe", 2), ("builtin-moe", 3)
     for view in (seen(first, lost), seen(first), seen(replaced, first)):
@@ -216,7 +216,7 @@ def test_a_lost_worker_is_reported_with_its_model_where_there_are_several():
 
 
 def test_a_worker_whose_report_came_late_is_not_called_replaced():
-    lines = []
+    lines: list[str] = []
     count = WorkerCount(config_from({"num_workers": 2}), lines.append)
     both, one = seen(("m", 1), ("m", 2)), seen(("m", 1))
     for view in (both, one, one, both, seen(("m", 2), ("m", 3))):
