@@ -15,7 +15,21 @@ _LINE_BREAKS = "\x85\u2028\u2029"
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML in which 1:8 is a text. YAML 1.1 reads it as a number of base 60: 68."""
+    """YAML in which 1:8 is a text. YAML 1.1 reads it as a number of base 60: 68.
+
+    A name that comes twice is an error, of which YAML would take the last value in silence.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name, line = key.value.replace("-", "_"), key.start_mark.line + 1
+            if name in known:
+                raise ConfigError(f"{name} is given twice, in lines {known[name]} and {line}")
+            known[name] = line
+        return super().construct_mapping(node, deep)
 
 
 _Yaml.yaml_implicit_resolvers = {
@@ -42,6 +56,8 @@ def read_config(path: str) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)  # noqa: S506 (safe)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if values is None:

@@ -82,6 +82,11 @@ class WorkerInfo:
         return f"{self.model_digest} {self.weights} {self.numerics}".rstrip()
 
 
+def worker_name(epoch: int) -> str:
+    """What the operator is shown of a worker: the status, the queue and the terminal."""
+    return f"{epoch:016x}"[:8]
+
+
 def digest_in(computes: str) -> str:
     """The digest of the model's files in `WorkerInfo.computes`; empty: unknown."""
     return computes.partition(" ")[0]

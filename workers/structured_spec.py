@@ -23,6 +23,11 @@ WHITE_SPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,32}"
 # Strings need no closing quote and do not backtrack: else many quotes would cost quadratic time.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _REGEX_TOKENS = re.compile(r"\\.|[\[(]|[\])]", re.DOTALL)
+_ESCAPES = re.compile(r"\\.", re.DOTALL)
+_ASCII_CLASSES = {
+    **{r"\d": "[0-9]", r"\D": "[^0-9]"},
+    **{r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"},
+}
 _GRAMMAR_TOKENS = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|\\.|[\[({]|[\])}]', re.DOTALL)
 
 
@@ -81,6 +86,14 @@ def json_schema(schema: Any, *, param: str, lenient: bool = False) -> Structured
     """The spec of a schema that came as JSON data."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     return StructuredSpec(StructuredKind.JSON_SCHEMA, text, lenient=lenient, param=param)
+
+
+def with_ascii_classes(regex: str) -> str:
+    r"""`regex`, in which \d and \w are ASCII as in a schema's `pattern` and in most engines.
+
+    The compiler takes them for those of Unicode, whose digits no parser of the answer expects.
+    """
+    return _ESCAPES.sub(lambda match: _ASCII_CLASSES.get(match[0], match[0]), regex)
 
 
 def json_in_grammar(value: Any) -> str:

@@ -28,9 +28,10 @@ class ChatRepl:
         self._sampling = sampling
         self._system = system
         self._turns: list[Message] = []
+        self._has_failed = False
 
     def run(self) -> int:
-        """Run until the user ends it; the exit status."""
+        """Run until the user ends it; the exit status: 1 if a script's message got no answer."""
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             with contextlib.suppress(ImportError):  # absent from some Pythons
@@ -42,7 +43,7 @@ class ChatRepl:
                     break
             elif line:
                 self._answer(line)
-        return 0
+        return int(self._has_failed and not is_terminal)
 
     def _command(self, line: str) -> bool:
         """Run a line that begins with a slash; False ends the conversation."""
@@ -74,6 +75,7 @@ class ChatRepl:
             pass
         except ServerError as error:
             print(f"\nerror: {error}" if pieces else f"error: {error}", flush=True)
+            self._has_failed = True
             return
         finally:
             closing = getattr(stream, "close", None)

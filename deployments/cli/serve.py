@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from penstock.deployments.supervision.ray_workarounds import (
     keep_own_sigterm_handler,
 )
 from penstock.workers.errors import ConfigError
+from penstock.workers.stats import worker_name
 from penstock.workers.weights.hub import is_hub_id
 
 if TYPE_CHECKING:
@@ -146,17 +147,19 @@ def _prepare_environment(config: ServeConfig) -> None:
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
     """Print changes and throughput until a signal arrives."""
     throughput = Throughput(time.monotonic)
-    counts, num_failures = [WorkerCount(each) for each in config.each_model], 0
+    counts, num_failures = [WorkerCount(each, _say_now) for each in config.each_model], 0
     while not signals.num_seen:
         time.sleep(WATCH_S)
         view = cluster.view()
         if view.num_failures > num_failures:
-            _say(view.failures[-1])
+            _say_now(view.failures[-1])
         num_failures = view.num_failures
         for count in counts:
             count.report(view)
-        if line := throughput.line([(info.epoch, stats) for info, stats in view.workers]):
-            _say(f"{time.strftime('%H:%M:%S')} {line}")
+        num_at_gate = sum(each.num_waiting for each in view.ingresses)
+        workers = [(info.epoch, stats) for info, stats in view.workers]
+        if line := throughput.line(workers, num_at_gate):
+            _say_now(line)
     if any(stats.num_running + stats.num_waiting for _, stats in cluster.view().workers):
         _say(f"stopping: running requests have {config.drain_s:g} s to finish; Ctrl-C again stops")
 
@@ -175,14 +178,15 @@ def _say_settings(
 
 
 class WorkerCount:
-    """Prints a line when a worker of a model no longer reports, reports again, or is new.
+    """Says when a worker of a model no longer reports, reports again, or is new, and which it is,
+    by its name in `penstock status`.
 
     A worker is listed while it reports. On a machine that others use its report may come late: then
     it has not ended, and nothing replaces it.
     """
 
-    def __init__(self, config: ServeConfig):
-        self._config = config
+    def __init__(self, config: ServeConfig, say: Callable[[str], None]):
+        self._config, self._say = config, say
         self._num = config.min_workers
         self._listed: set[int] = set()
         self._known: set[int] = set()
@@ -201,17 +205,29 @@ class WorkerCount:
         of = f" of {config.model_name}" if config.key else ""
         if config.is_autoscaled:
             if len(epochs) != num:
-                _say(f"{len(epochs)} workers{of} serve, of {config.num_workers}")
+                self._say(f"{len(epochs)} workers{of} serve, of {config.num_workers}")
             return
         if is_first and len(epochs) == num:
             return  # those that were waited for
         serve = f"{len(epochs)} of {config.num_workers} workers serve"
-        if listed - epochs or len(epochs) < num:
-            _say(f"a worker{of} does not report, and is replaced if it has ended: {serve}")
+        if (gone := listed - epochs) or len(epochs) < num:
+            text = "does not report, and is replaced if it has ended"
+            self._say(f"{_names(gone)}{of} {text}: {serve}")
         if back:
-            _say(f"a worker{of} reports again: {serve}")
+            self._say(f"{_names(back)}{of} reports again: {serve}")
         if new:
-            _say(f"a worker{of} is ready: {serve}")
+            self._say(f"{_names(new)}{of} is ready: {serve}")
+
+
+def _names(epochs: Collection[int]) -> str:
+    """Workers by their names; without any: one that was never seen."""
+    names = ", ".join(sorted(worker_name(epoch) for epoch in epochs))
+    return f"worker {names}" if names else "a worker"
+
+
+def _say_now(text: str) -> None:
+    """With the time: what happens while it serves."""
+    _say(f"{time.strftime('%H:%M:%S')} {text}")
 
 
 def _say(text: str) -> None:

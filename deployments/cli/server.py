@@ -21,7 +21,8 @@ Message = dict[str, str]
 Sampling = Mapping[str, Any]
 CONNECT_TIMEOUT_S = 5.0
 # What may be wrong where a server ends a connection without a word.
-PLAIN_HINT = "; if it speaks TLS, write https://"
+PLAIN_HINT = "; if it speaks TLS, write https://; if this is its gRPC port, grpc://"
+PLAIN_GRPC_HINT = "; if it speaks TLS, write grpcs://; if this is its HTTP port, http://"
 NAMELESS_HINT = "; if it asks for a certificate: --cert-file FILE --key-file FILE"
 START_ONE = "is one running? `penstock serve` starts one"
 
@@ -170,7 +171,7 @@ class GrpcServer:
 
     def __init__(self, target: str, model: str | None, api_key: str | None, tls: ClientTls | None):
         self._target = target
-        self._cut_hint = PLAIN_HINT.replace("https", "grpcs") if tls is None else _nameless(tls)
+        self._cut_hint = PLAIN_GRPC_HINT if tls is None else _nameless(tls)
         credentials = None if tls is None else tls.credentials()
         self._client = Client(target, model=model or "", api_key=api_key, credentials=credentials)
 

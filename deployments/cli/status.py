@@ -55,6 +55,8 @@ def status_text(status: dict[str, Any], batches: Sequence[dict[str, Any]] = ()) 
     state = "ready" if status["is_ready"] else "not ready: no worker takes requests"
     models = ", ".join(model["id"] for model in status["models"])
     lines = [f"penstock {status['version']} serves {models}: {state}"]
+    if num := sum(each["num_waiting"] for each in status["ingresses"]):
+        lines.append(f"{num} requests wait at the gate: penstock queue says why")
     if status["num_failed_starts"]:
         lines.append(f"{status['num_failed_starts']} replicas could not start: see Ray's logs")
     batch_table = _batch_table(batches)

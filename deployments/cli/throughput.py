@@ -29,8 +29,11 @@ class Throughput:
         self._since_s = clock()
         self._before: dict[int, EngineStats] = {}
 
-    def line(self, workers: Sequence[tuple[int, EngineStats]]) -> str | None:
-        """The line for the last seconds; None if it is not due, or no worker did anything."""
+    def line(self, workers: Sequence[tuple[int, EngineStats]], num_at_gate: int = 0) -> str | None:
+        """The line for the last seconds; None if it is not due, or no worker did anything.
+
+        `num_at_gate`: requests that wait there; others wait at their worker.
+        """
         elapsed_s = self._clock() - self._since_s
         if elapsed_s < LINE_S:
             return None
@@ -39,7 +42,7 @@ class Throughput:
         self._before = dict(workers)
         stats_now = [stats for _, stats in workers]
         num_running = sum(stats.num_running for stats in stats_now)
-        num_waiting = sum(stats.num_waiting for stats in stats_now)
+        num_waiting = num_at_gate + sum(stats.num_waiting for stats in stats_now)
         prompt = sum(each.prompt for each in done)
         generated = sum(each.generated for each in done)
         if not (num_running or num_waiting or prompt or generated):

@@ -17,6 +17,7 @@ from penstock.deployments.gate.types import Expiry, Outcome, Refusal
 from penstock.deployments.gate.wire import wait_message
 from penstock.deployments.prediction.conformal import LEVELS
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+from penstock.workers.stats import worker_name
 
 
 @dataclass(slots=True)
@@ -96,4 +97,4 @@ def explain(gate: Gate, num_waiting: int, now: float, limit: int) -> pb.ExplainR
 
 def _shown(gate: Gate, name: str) -> str:
     ledger = gate.ledgers.get(name)
-    return "" if ledger is None else f"{ledger.spec.epoch:016x}"[:8]
+    return "" if ledger is None else worker_name(ledger.spec.epoch)

@@ -48,6 +48,7 @@ class IngressInfo:
     tool_notes: tuple[tuple[str, str], ...] = ()
     workers_of: tuple[tuple[str, int], ...] = ()  # `num_workers` by the name of their model
     lacks_gate: bool = False  # it is not connected with the gate of each model that has one
+    num_waiting: int = 0  # of its requests, at the gates
 
 
 @dataclass(frozen=True, slots=True)

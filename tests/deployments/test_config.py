@@ -181,6 +181,21 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
         read_config(str(file))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: a\nmodel: b\n", "model is given twice, in lines 1 and 2"),
+        ("http-port: 1\nmodel: b\nhttp_port: 2\n", "http_port is given twice, in lines 1 and 3"),
+        ("models:\n  - model: a\n    weights: int8\n    weights: int4\n", "weights is given twice"),
+    ],
+)
+def test_a_name_that_comes_twice_is_refused(tmp_path, text, words):
+    file = tmp_path / "penstock.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_config(str(file))
+
+
 def test_a_gguf_file_is_a_model_by_its_own_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "Some-1B.Q8_0.gguf"

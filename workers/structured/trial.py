@@ -20,7 +20,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from penstock.workers.structured_spec import WHITE_SPACE
+from penstock.workers.structured_spec import WHITE_SPACE, with_ascii_classes
 
 MAX_MEMORY_BYTES = 1 << 30
 STACK_BYTES = 1 << 20  # the worker's threads have 2 MiB or more
@@ -48,7 +48,7 @@ def library_grammar(kind: str, text: str, lenient: bool) -> str:
         options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_regex(with_ascii_classes(text))
     if kind == "choice":
         quoted = (json.dumps(each, ensure_ascii=False) for each in json.loads(text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))

@@ -111,8 +111,9 @@ class CallOptions:
     """What a request asks for in addition to its prompt and its sampling parameters.
 
     `model` None or "" means the first one served. The last `truncate_prompt_tokens` tokens of the
-    prompt are used. With `echo` the prompt is part of the text, and `max_tokens` may then be 0: the
-    prompt is scored and not answered. `bad_words` are added to `SamplingParams.bad_words_ids`.
+    prompt are used; of -1 as many as leave room for the answer. With `echo` the prompt is part of
+    the text, and `max_tokens` may then be 0: the prompt is scored and not answered. `bad_words` are
+    added to `SamplingParams.bad_words_ids`.
     Of waiting requests the lowest `priority` is admitted first; None: the best that the API key
     permits, which is 0 without keys. `tenant` is the end user that the
     client names: waiting requests share by principal, or without API keys by tenant.

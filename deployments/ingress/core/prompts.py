@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSuppo
 from penstock.deployments.ingress.core.call import Call, ChatPrompt, ServedModel
 from penstock.deployments.ingress.core.text_pool import TextPool
 from penstock.deployments.ingress.core.tools import as_plain_messages
-from penstock.deployments.ingress.core.validation import check_ids, check_text
+from penstock.deployments.ingress.core.validation import AS_MANY_AS_FIT, check_ids, check_text
 from penstock.workers.request import RequestError, SamplingParams, check_input_length
 from penstock.workers.text.pair_template import Pair, PairTemplate
 from penstock.workers.text.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ def check_variables(variables: Mapping[str, Any], known: Collection[str]) -> Non
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise RequestError(f"send 1 to {MAX_MESSAGES} messages", param="messages")
+        raise RequestError(f"messages: send 1 to {MAX_MESSAGES} of them", param="messages")
     for i, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise RequestError(
@@ -126,8 +127,12 @@ class PromptReader:
         self, call: Call, model: ServedModel, params: SamplingParams, max_tokens: int
     ) -> tuple[int, ...]:
         """`ids`, truncated as the call asks, with room for the answer in `max_tokens`."""
-        prompt_ids = await self.ids(call, model, max_tokens)
         most = call.options.truncate_prompt_tokens
+        if most == AS_MANY_AS_FIT:
+            num_answer = max(params.max_tokens or 1, params.min_tokens)
+            most = max_tokens if call.options.embeds else max(1, max_tokens - num_answer)
+            call = replace(call, options=replace(call.options, truncate_prompt_tokens=most))
+        prompt_ids = await self.ids(call, model, max_tokens)
         if most is not None and not isinstance(call.prompt, Pair):
             prompt_ids = prompt_ids[-most:]
         if call.options.embeds and prompt_ids:

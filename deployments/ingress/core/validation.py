@@ -25,6 +25,7 @@ from penstock.workers.request import (
 MAX_CHOICES = 8
 MAX_BAD_WORD_STRINGS = MAX_BAD_WORDS // 2  # each is forbidden in two spellings
 MAX_TRUNCATE = 2**31 - 1
+AS_MANY_AS_FIT = -1  # as truncate_prompt_tokens, which vLLM has it mean, too
 _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
@@ -141,9 +142,10 @@ def _check_options(call: Call) -> None:
             "cache_salt has 1 to 128 of the characters A-Z, a-z, 0-9, _ and -", param="cache_salt"
         )
     kept = call.options.truncate_prompt_tokens
-    if kept is not None and not 1 <= kept <= MAX_TRUNCATE:
+    if kept not in (None, AS_MANY_AS_FIT) and not 1 <= kept <= MAX_TRUNCATE:
         raise RequestError(
-            "truncate_prompt_tokens must be at least 1", param="truncate_prompt_tokens"
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit",
+            param="truncate_prompt_tokens",
         )
 
 

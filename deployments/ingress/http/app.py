@@ -7,6 +7,7 @@ errors.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -178,7 +179,9 @@ def _add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) 
 
     @app.get("/v1/models/{model:path}", response_model=ModelBody, responses=error_responses(404))
     async def get_model(model: str) -> Response:
-        """One model."""
+        """One model; without a name all of them, as for /v1/models."""
+        if not model:
+            return await list_models()
         infos = [info for info, _ in workers()] if workers is not None else []
         return JSONResponse(model_body(core.model(model), infos, model))
 
@@ -261,12 +264,19 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if code is None:
         raise ServiceError("internal_error")
     path = ascii(request.scope["path"][:100])
-    message = f"there is no path {path}"
+    near = difflib.get_close_matches(request.scope["path"][:100], _paths(request), n=1, cutoff=0.8)
+    message = f"there is no path {path}" + (f"; did you mean {near[0]}?" if near else "")
     if code == "method_not_allowed":
         message = f"{path} does not accept {request.method[:20]}"
         allowed = ", ".join(sorted(_methods_of(request)))
         request.scope["state"]["error_headers"] = [(b"allow", allowed.encode())]
     raise RequestError(message, code=code)
+
+
+def _paths(request: Request) -> list[str]:
+    """Those without variable parts. Clients leave /v1 out, write it twice, or end with a slash."""
+    routes = (route for route in request.app.routes if isinstance(route, Route))
+    return [route.path for route in routes if "{" not in route.path]
 
 
 def _has_route(app: FastAPI, scope: Scope) -> bool:

@@ -247,7 +247,8 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BO
     open_call = scope["state"].get("open_call")  # none for calls from within the process
     content_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     # Browsers send other types across origins without a preflight request; not this one.
-    if content_type != "application/json" or header(scope, b"content-encoding") is not None:
+    encoding = header(scope, b"content-encoding") or "identity"
+    if content_type != "application/json" or encoding.lower() != "identity":
         raise RequestError(
             "send the body uncompressed, with 'Content-Type: application/json'",
             code="unsupported_media_type",

@@ -6,6 +6,7 @@ sizes.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import functools
@@ -30,6 +31,7 @@ from penstock.workers.request import PARAMETERS, RequestError, SamplingParams
 from penstock.workers.sampling_defaults import SamplingDefaults
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+MAX_EXACT = 2**53  # up to here a float is one integer
 
 
 def _fail_fast(schema: Any) -> None:
@@ -97,9 +99,9 @@ def strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises RequestError."""
+    """The JSON object in a body, perhaps after a byte order mark. Raises RequestError."""
     try:
-        values = pydantic_core.from_json(body, allow_inf_nan=False)
+        values = pydantic_core.from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(
             f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json"
@@ -120,7 +122,7 @@ def body_values(
     limits: Mapping[str, tuple[int, str]] | None = None,
     conversations: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The values of `fields` in a body, within LIMITS but not validated yet.
+    """The values of `fields` in a body, within LIMITS but not validated yet; 16.0 is 16.
 
     `unsupported`, `ignored`, `left_out`: as for `drop_ignored_fields`. `hints`: unsupported as
     well, unless `left_out` ignores what is unknown. `limits`: instead of LIMITS. `conversations`:
@@ -133,7 +135,14 @@ def body_values(
     check_sizes(values, LIMITS if limits is None else limits)
     for name in conversations:
         check_num_parts(values.get(name), name)
-    return values
+    return {name: _whole(value) for name, value in values.items()}
+
+
+def _whole(value: Any) -> Any:
+    """16 for 16.0: the same number in JSON, and what some languages write for an integer."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+        return int(value)
+    return value
 
 
 def drop_ignored_fields(

@@ -19,6 +19,7 @@ from penstock.deployments.ingress.core.prompts import MAX_MESSAGES, ROLES
 from penstock.deployments.ingress.core.service import MAX_PROMPTS
 from penstock.deployments.ingress.core.tools import MAX_TOOLS
 from penstock.deployments.ingress.core.validation import (
+    AS_MANY_AS_FIT,
     MAX_BAD_WORD_STRINGS,
     MAX_CHOICES,
     MAX_TRUNCATE,
@@ -128,7 +129,9 @@ def _limits(models: list[ServedModel]) -> dict[str, Limits]:
         "min_tokens": _number(0, longest),
         "n": _number(1, MAX_CHOICES),
         "top_logprobs": _within(PARAMETER_BOUNDS["logprobs"]),
-        "truncate_prompt_tokens": _number(1, MAX_TRUNCATE),
+        "truncate_prompt_tokens": {
+            "number": {"minimum": AS_MANY_AS_FIT, "maximum": MAX_TRUNCATE, "not": {"const": 0}}
+        },
         **dict.fromkeys(("stop", "stop_sequences"), stop),
         "stop_token_ids": {"array": {"maxItems": MAX_STOP_TOKEN_IDS}, "items": ids},
         "allowed_token_ids": {"array": {"minItems": 1, "maxItems": vocab_size}, "items": ids},

@@ -77,7 +77,7 @@ SCHEMAS: list[type[BaseModel]] = [TokenizeRequest, DetokenizeRequest]
 
 
 def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> None:
-    """`policy`: for conversations, whose bodies are those of chat."""
+    """`policy`: what is done with fields that are not served."""
 
     @app.post(
         "/tokenize",
@@ -99,7 +99,8 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
             token_ids = list(await core.prompt_ids(call))
         else:
             fields = TokenizeRequest.model_fields
-            asked = validated(TokenizeRequest, drop_ignored_fields(values, fields, {}, ()))
+            kept = drop_ignored_fields(values, fields, {}, (), left_out)
+            asked = validated(TokenizeRequest, kept, left_out)
             token_ids = await core.tokenize(
                 asked.prompt,
                 model=asked.model,
@@ -136,8 +137,9 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
         if isinstance(tokens, list):  # before all of them are looked at
             most = core.model(model if isinstance(model, str) else None).max_model_len
             check_num_ids(tokens, most, "tokens")
-        fields = DetokenizeRequest.model_fields
-        asked = validated(DetokenizeRequest, drop_ignored_fields(values, fields, {}, ()))
+        left_out = IgnoredFields(policy)
+        kept = drop_ignored_fields(values, DetokenizeRequest.model_fields, {}, (), left_out)
+        asked = validated(DetokenizeRequest, kept, left_out)
         try:
             text = await core.detokenize(
                 asked.tokens,
@@ -148,7 +150,7 @@ def add_token_routes(app: FastAPI, core: RequestCore, policy: FieldPolicy) -> No
         except RequestError as error:
             param = "tokens" if error.param == "token_ids" else error.param
             raise RequestError(error.message, param=param, code=error.code) from None
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": text}, headers=left_out.text_headers())
 
     @app.get("/tokenizer_info", response_model=TokenizerInfo, responses=error_responses(401, 404))
     async def tokenizer_info(model: str | None = None) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -53,8 +54,8 @@ LINES = (
     r"  logs       \S+/session_latest/logs/serve \(removed at the end; --ray-dir keeps them\)",
     "the chat template renders no tools: they are described in the system message",
     *("Ctrl-C stops", r"\d\d:\d\d:\d\d prompt .* tok/s.*", "stopped"),
-    "a worker does not report, and is replaced if it has ended: 0 of 1 workers serve",
-    "a worker (reports again|is ready): 1 of 1 workers serve",
+    r"\d\d:\d\d:\d\d worker \w{8} does not report, and is replaced if it has ended: 0 of 1 .*",
+    r"\d\d:\d\d:\d\d worker \w{8} (reports again|is ready): 1 of 1 workers serve",
 )
 PROMPT = [{"role": "user", "content": "Who was at the door?"}]
 
@@ -217,8 +218,8 @@ def _kill_the_worker(served: Served) -> None:
         if b":Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     os.kill(worker, signal.SIGKILL)
-    served.wait_for("a worker does not report")
-    served.wait_for("a worker is ready")
+    served.wait_for("does not report")
+    served.wait_for("is ready: 1 of 1")
 
 
 def _cores_of(pid: int) -> dict[int, set[int]]:
@@ -493,6 +494,12 @@ def test_no_server_is_said_in_plain_words(capsys):
         assert "penstock serve" in capsys.readouterr().err
 
 
+def test_a_script_learns_that_its_message_got_no_answer(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/quit\n"))
+    assert main(["chat", "--url", f"127.0.0.1:{free_port()}"]) == 1
+    assert "no server answers" in capsys.readouterr().out
+
+
 def test_throughput_is_said_while_there_is_some():
     now_s = 100.0
     throughput = Throughput(lambda: now_s)
@@ -518,3 +525,5 @@ def test_throughput_is_said_while_there_is_some():
     assert "generated 2 tok/s" in (throughput.line([(1, done)]) or "")
     now_s += 5
     assert throughput.line([(1, done), (3, idle)]) is None  # silent when idle
+    now_s += 5
+    assert "running 0, waiting 4," in (throughput.line([(1, done), (3, idle)], 4) or "")

@@ -194,34 +194,36 @@ def test_line_breaks_of_any_kind_are_dumped_as_they_are(value, tmp_path):
 
 def seen(*workers: tuple[str, int]) -> ClusterView:
     """A view of workers, each a model and an epoch."""
-    infos = [WorkerInfo(f"a:{epoch}", epoch, "", 1, model, 9) for model, epoch in workers]
+    infos = [WorkerInfo(f"a:{each}", each << 32, "", 1, model, 9) for model, each in workers]
     return ClusterView(workers=tuple((info, EngineStats()) for info in infos))
 
 
-def test_a_lost_worker_is_reported_with_its_model_where_there_are_several(capsys):
+def test_a_lost_worker_is_reported_with_its_model_where_there_are_several():
     config = config_from({"models": [{"model": "builtin"}, {"model": "builtin-moe"}]})
-    counts = [WorkerCount(each) for each in config.each_model]
+    lines: list[str] = []
+    counts = [WorkerCount(each, lines.append) for each in config.each_model]
     first, lost, replaced = ("builtin", 1), ("builtin-moe", 2), ("builtin-moe", 3)
     for view in (seen(first, lost), seen(first), seen(replaced, first)):
         for count in counts:
             count.report(view)
     gone = "does not report, and is replaced if it has ended"
-    assert capsys.readouterr().out.splitlines() == [
-        f"a worker of builtin-moe {gone}: 0 of 1 workers serve",
-        "a worker of builtin-moe is ready: 1 of 1 workers serve",
+    assert lines == [
+        f"worker 00000002 of builtin-moe {gone}: 0 of 1 workers serve",
+        "worker 00000003 of builtin-moe is ready: 1 of 1 workers serve",
     ]
-    WorkerCount(ServeConfig()).report(seen())  # lost before it was seen
-    assert capsys.readouterr().out == f"a worker {gone}: 0 of 1 workers serve\n"
+    WorkerCount(ServeConfig(), lines.append).report(seen())  # lost before it was seen
+    assert lines[2:] == [f"a worker {gone}: 0 of 1 workers serve"]
 
 
-def test_a_worker_whose_report_came_late_is_not_called_replaced(capsys):
-    count = WorkerCount(config_from({"num_workers": 2}))
+def test_a_worker_whose_report_came_late_is_not_called_replaced():
+    lines: list[str] = []
+    count = WorkerCount(config_from({"num_workers": 2}), lines.append)
     both, one = seen(("m", 1), ("m", 2)), seen(("m", 1))
     for view in (both, one, one, both, seen(("m", 2), ("m", 3))):
         count.report(view)
-    assert capsys.readouterr().out.splitlines() == [
-        "a worker does not report, and is replaced if it has ended: 1 of 2 workers serve",
-        "a worker reports again: 2 of 2 workers serve",
-        "a worker does not report, and is replaced if it has ended: 2 of 2 workers serve",
-        "a worker is ready: 2 of 2 workers serve",
+    assert lines == [
+        "worker 00000002 does not report, and is replaced if it has ended: 1 of 2 workers serve",
+        "worker 00000002 reports again: 2 of 2 workers serve",
+        "worker 00000001 does not report, and is replaced if it has ended: 2 of 2 workers serve",
+        "worker 00000003 is ready: 2 of 2 workers serve",
     ]

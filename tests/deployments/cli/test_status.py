@@ -28,6 +28,7 @@ def test_nodes_workers_and_decisions_of_a_live_server(capsys, tmp_path):
     assert "Worker: 3 wanted of 1:8, 2 ready; 2 to 3: work waits" in lines
     assert any(line.startswith("  5 min ago: Worker up: 1 to 2") for line in lines)
     assert "2 replicas could not start: see Ray's logs" in lines
+    assert "4 requests wait at the gate: penstock queue says why" in lines
 
 
 def test_of_several_models_each_worker_says_which_it_has(capsys, tmp_path):

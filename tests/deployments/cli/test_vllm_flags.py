@@ -230,3 +230,5 @@ def test_names_of_a_file_that_nobody_knows_stay_for_the_error():
     assert translated({"num_worker": 2}, frozenset(KNOWN), BY_NAME) == {"num_worker": 2}
     with pytest.raises(ConfigError, match="port needs a value"):
         translated({"port": None}, frozenset(KNOWN), BY_NAME)
+    with pytest.raises(ConfigError, match="port is another name of http_port"):
+        translated({"port": 9, "http_port": 8}, frozenset(KNOWN), BY_NAME)

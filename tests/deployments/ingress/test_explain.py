@@ -79,18 +79,20 @@ def test_decisions_and_preemptions_reach_the_operator(model: Any, commit: str) -
     tokenizer = Tokenizer.load(resolve_model("builtin"))
     tenant = ApiKeys((ALICE, BOB)).caller(f"Bearer {ALICE}").tenant
 
-    async def scenario() -> tuple[list[dict[str, Any]], httpx.Response, httpx.Response]:
+    async def scenario() -> tuple[list[dict[str, Any]], list[httpx.Response], httpx.Response]:
         async with real.core_over([node], tokenizer) as core, asyncio.timeout(120):
             await answered(core, tenant, 8, "call")
             bodies = [(await got(core, f"call{i}", ALICE)).json() for i in range(8)]
-            return bodies, await got(core, "chatcmpl-call0", ALICE), await got(core, "call0", BOB)
+            prefixes = ("chatcmpl-", "resp_", "rerank-", "score-")
+            named = [await got(core, f"{each}call0", ALICE) for each in prefixes]
+            return bodies, named, await got(core, "call0", BOB)
 
     try:
         bodies, by_body_id, foreign = asyncio.run(scenario())
         stats = node.engine.stats()
     finally:
         node.stop()
-    assert by_body_id.json() == bodies[0]
+    assert all(each.json() == bodies[0] for each in by_body_id)
     assert foreign.status_code == 404 and "'call0'" in foreign.json()["error"]["message"]
     answers = [answer for body in bodies for answer in body["answers"]]
     assert [each["completion_tokens"] for each in answers] == [60] * 8

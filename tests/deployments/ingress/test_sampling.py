@@ -292,6 +292,11 @@ def test_a_prompt_may_be_truncated(client, grpc_client):
     assert longer.usage.prompt_tokens == len(ids)
     too_long = "the river " * 600
     assert complete(client, too_long, truncate_prompt_tokens=9, max_tokens=1).choices
+    fitting = complete(client, too_long, truncate_prompt_tokens=-1, max_tokens=8)
+    (served,) = client.models.list().data
+    assert fitting.usage.prompt_tokens == served.model_extra["max_model_len"] - 8
+    whole = complete(client, FOREIGN, truncate_prompt_tokens=-1, max_tokens=1)
+    assert whole.usage.prompt_tokens == len(ids)
 
 
 # Several answers
@@ -494,7 +499,7 @@ REFUSED = {
     ],
     "allowed_token_ids": [[], [VOCAB], [-1]],
     "bad_words": [[""], ["   "], ["x" * 257], ["x"] * 65, [1], ["\u6c34" * 90]],
-    "truncate_prompt_tokens": [0, -1, 2**31],
+    "truncate_prompt_tokens": [0, -2, 2**31],
     "prompt_logprobs": [-1, 21],
     "repetition_penalty": [0, -1.0, 101, "1"],
     "presence_penalty": [2.1, -2.1],

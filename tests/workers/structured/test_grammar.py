@@ -196,12 +196,12 @@ def test_every_token_is_one_that_the_grammar_lets_through(compiler: GrammarCompi
     assert refused.value.param == "emitted_ids"
 
 
+def encode(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
 def test_json_has_no_more_white_space_than_sets_it_out(compiler: GrammarCompiler) -> None:
     spec = StructuredSpec(StructuredKind.JSON_OBJECT)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer().encode(text, add_special_tokens=False)
-
     for text in ('{"a": 1}', '{"a" :\t[ 1 , 2 ]}', '{\r\n\t\t"a":\n        {\n"b": 1}}'):
         assert not compiler.matcher(spec, encode(text)).has_failed
     for text in ('{\n\n"a": 1}', '{   "a": 1}', '{"a":\n' + 33 * " " + "1}"):
@@ -217,6 +217,27 @@ def test_end_of_sequence_only_where_the_grammar_accepts(compiler: GrammarCompile
     [(ids, reason, _)] = run(new_engine(), compiler, [params])
     assert reason is FinishReason.STOP
     assert re.fullmatch(r"\d{3}", text(ids))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "does_not"),
+    [
+        (r"\d", "3", "\u0663"),  # an Arabic digit
+        (r"[x\d]", "3", "\u0663"),
+        (r"[^\D]", "3", "\u0663"),
+        (r"\w", "a", "\u00e9"),
+        (r"\W", "\u00e9", "a"),
+        (r"\p{L}", "\u00e9", "3"),
+        (r"\\d", "\\d", "3"),
+    ],
+)
+def test_classes_are_ascii_in_a_regex_as_in_a_pattern(
+    compiler: GrammarCompiler, pattern: str, fits: str, does_not: str
+) -> None:
+    spec = regex(pattern)
+    assert compiler.matcher(spec, encode(fits)).is_accepting
+    with pytest.raises(RequestError, match="do not fit"):
+        compiler.matcher(spec, encode(does_not))
 
 
 def test_few_tokens_end_with_length(compiler: GrammarCompiler) -> None:

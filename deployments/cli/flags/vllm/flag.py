@@ -122,5 +122,7 @@ def translated(
             text = json.dumps(value, default=str)
         if text is None and flag.setting is not None:
             raise ConfigError(f"{name} needs a value")
+        if flag.setting in result and not flag.is_weak:
+            raise ConfigError(f"{name} is another name of {flag.setting}: write one of them")
         add_given(result, flag, name, text)
     return result

@@ -18,6 +18,7 @@ from penstock.workers.structured_spec import (
     StructuredKind,
     StructuredSpec,
     json_in_grammar,
+    with_ascii_classes,
 )
 from penstock.workers.text.harmony import (
     CHANNEL,
@@ -161,7 +162,7 @@ def _answer(spec: StructuredSpec) -> str:
             schema["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, "lenient": spec.lenient}
             return f"%json {json_in_grammar(schema)}"
         case StructuredKind.REGEX:
-            return f"/{_ESCAPED.sub(_escape, spec.text)}/"
+            return f"/{_ESCAPED.sub(_escape, with_ascii_classes(spec.text))}/"
         case StructuredKind.CHOICE:
             return " | ".join(map(json_in_grammar, json.loads(spec.text)))
         case StructuredKind.GRAMMAR:

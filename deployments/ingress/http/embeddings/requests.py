@@ -63,7 +63,8 @@ class TextsRequest(Strict):
         description="share computed prompts only with requests that have the same salt",
     )
     truncate_prompt_tokens: int | None = Field(
-        None, description="keep only this many tokens of each text, the last ones"
+        None,
+        description="keep only this many tokens of each text, the last ones; -1: as many as fit",
     )
     add_special_tokens: bool | None = Field(
         None, description="the tokens that the tokenizer puts around a text; default true"

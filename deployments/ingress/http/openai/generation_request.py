@@ -56,7 +56,8 @@ class GenerationRequest(ShapeFields):
     )
     prompt_logprobs: int | None = sampling_field("prompt_logprobs")
     truncate_prompt_tokens: int | None = Field(
-        None, description="keep only this many tokens of the prompt, the last ones"
+        None,
+        description="keep only this many tokens of the prompt, the last ones; -1: as many as fit",
     )
     include_stop_str_in_output: bool | None = Field(None, description="default false")
     return_token_ids: bool | None = Field(

@@ -37,6 +37,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,),
     **dict.fromkeys(("lora", "lora_path", "custom_logit_processor", "stop_regex"), (None, [], "")),
     **dict.fromkeys(("input_ids", "input_embeds", "prompt_embeds"), (None, [])),
+    "structural_tag": (None, ""),
     **dict.fromkeys(("return_hidden_states", "return_routed_experts"), _OFF),
     **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability"), (None, 0)),
     **dict.fromkeys(("dry_multiplier", "adaptive_target"), (None, 0)),

@@ -35,11 +35,16 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    body: dict[str, Any] | None = Field(
+        None, alias="schema", description="a JSON schema, where llama.cpp has it"
+    )
 
     def spec(self) -> StructuredSpec | None:
         if self.type == "text":
             return None
         given = self.json_schema
+        if given is None and self.body is not None:
+            return json_schema(self.body, param="response_format.schema", lenient=True)
         if self.type == "json_object" or (given is not None and given.body is None):
             return StructuredSpec(StructuredKind.JSON_OBJECT, param="response_format")
         if given is None:
@@ -167,6 +172,8 @@ IGNORED_IN_MESSAGES = frozenset(("refusal", "annotations", "reasoning_details"))
 
 
 UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"function_call": (None,)}
+# Of vLLM's structured_outputs: without it the answer would have no shape.
+UNSUPPORTED_SHAPES: dict[str, tuple[Any, ...]] = {"structural_tag": (None, "")}
 
 
 class TextPart(Strict):
@@ -199,6 +206,12 @@ class ChatMessage(Strict):
             call.plain(f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls or ())
         ]
         return {"role": self.role, "content": text} | {k: v for k, v in rest.items() if v}
+
+
+def check_shapes(given: Any) -> None:
+    """Raise RequestError for a shape in `structured_outputs` that is not served."""
+    for name in UNSUPPORTED_SHAPES.keys() & (given.keys() if isinstance(given, dict) else ()):
+        refuse_unless_neutral(f"structured_outputs.{name}", given[name], UNSUPPORTED_SHAPES[name])
 
 
 def known_messages(messages: Any, left_out: IgnoredFields | None = None) -> Any:

@@ -223,7 +223,7 @@ class ChatRenderer:
             choice |= {"finish_reason": None, **about_tokens}
             chunks.append({**self._chunk(choice), **about_prompt})
         if piece.tool_calls:
-            calls = [{"index": call.index, **tool_call_body(call)} for call in piece.tool_calls]
+            calls = _call_bodies(piece.tool_calls)
             choice = {"index": index, "delta": {"tool_calls": calls}, "logprobs": None}
             chunks.append(self._chunk({**choice, "finish_reason": None}))
         if is_last:
@@ -285,6 +285,18 @@ def _ending(piece: TextDelta) -> dict[str, Any]:
     assert piece.finish_reason is not None
     reason = "tool_calls" if piece.ends_in_tool_calls else piece.finish_reason.value
     return {"finish_reason": reason, "stop_reason": piece.stop_reason}
+
+
+def _call_bodies(pieces: Sequence[ToolCallPiece]) -> list[dict[str, Any]]:
+    """One entry of a chunk for each call, however many pieces of it came at once: there are clients
+    that read no second entry of a call."""
+    bodies: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if piece.index in bodies:
+            bodies[piece.index]["function"]["arguments"] += piece.arguments
+        else:
+            bodies[piece.index] = {"index": piece.index, **tool_call_body(piece)}
+    return list(bodies.values())
 
 
 def tool_call_body(piece: ToolCallPiece) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from penstock.deployments.ingress.http.openai.parts import (
     NamedTool,
     ToolBody,
     ToolChoice,
+    check_shapes,
     known_messages,
 )
 from penstock.deployments.ingress.http.template_fields import Effort, EffortLevel
@@ -204,6 +205,7 @@ def parse(kind: type[RequestT], body: bytes, left_out: IgnoredFields | None = No
         hints=HINTS,
         conversations=("messages",),
     )
+    check_shapes(values.get("structured_outputs"))
     request = validated(kind, kind.cleaned(values, left_out), left_out)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")

@@ -18,7 +18,7 @@ from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.http.jobs import JobBoard, JobStatus
 from penstock.deployments.ingress.http.openai.schemas import ErrorBody, ModelBody, model_body
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, ScaleReport
-from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo
+from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo, worker_name
 
 Workers = Callable[[], Iterable[tuple[WorkerInfo, EngineStats]]]
 View = Callable[[], ClusterView]
@@ -62,6 +62,7 @@ class IngressStatus(BaseModel):
     is_draining: bool
     num_workers: int  # with a connection to this ingress
     num_connections: int  # of HTTP clients, and gRPC calls that run
+    num_waiting: int  # of its requests, at the gates
 
 
 class ScaleStatus(BaseModel):
@@ -131,7 +132,7 @@ def add_status_route(
 
 def _worker_status(info: WorkerInfo, stats: EngineStats) -> WorkerStatus:
     return WorkerStatus(
-        id=f"{info.epoch:016x}"[:8],
+        id=worker_name(info.epoch),
         node=info.node,
         is_draining=info.is_draining,
         model=info.model,
@@ -157,6 +158,7 @@ def _ingress_status(info: IngressInfo) -> IngressStatus:
         is_draining=info.is_draining,
         num_workers=info.num_workers,
         num_connections=info.num_connections,
+        num_waiting=info.num_waiting,
     )
 
 

@@ -19,7 +19,8 @@ from penstock.deployments.ingress.http.openai.schemas import ErrorBody
 from penstock.deployments.ingress.http.status.queue import MAX_LISTED, WaitBody, wait_body
 from penstock.workers.request import RequestError
 
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-")  # of ids in bodies of answers
+# Of ids in bodies of answers.
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-", "rerank-")
 
 
 class EventBody(BaseModel):

@@ -339,6 +339,7 @@ BAD_VALUES = {
     "temperature": ("0.5", "invalid_value", "valid number"),
     "seed": (2**63, "invalid_value", "64-bit"),
     "max_tokens": (1.5, "invalid_value", "valid integer"),
+    "min_tokens": (10**30, "invalid_value", "at most 2147483647"),
     "stop": ([1], "invalid_value", "valid string"),
     "stream": ("yes", "invalid_value", "valid boolean"),
     "top_k": (-2, "invalid_value", "top_k"),
@@ -421,6 +422,36 @@ def test_unknown_paths_and_methods(raw):
         assert (answer.status_code, error.code) == (status, code)
         assert error.message.isprintable()
         assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/chat/completions/", CHAT),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/health/", "/health"),
+        ("/v1/nowhere", None),
+    ],
+)
+def test_a_path_that_is_nearly_right_is_told(raw, path, near):
+    message = raw.post(path).json()["error"]["message"]
+    assert message.partition("; ")[2] == (f"did you mean {near}?" if near else "")
+
+
+def test_all_models_are_listed_with_a_slash_too(raw):
+    assert raw.get("/v1/models/").json() == raw.get("/v1/models").json()
+
+
+def test_bodies_may_be_written_as_other_languages_do(raw):
+    """A mark of UTF-8 before it, whole numbers with a fraction, and an encoding that is none."""
+    plain = json.dumps({"messages": MESSAGES, "max_tokens": 3, "temperature": 0, "n": 2})
+    changed = plain.replace('"max_tokens": 3', '"max_tokens": 3.0').replace('"n": 2', '"n": 2e0')
+    headers = {"content-type": "application/json", "content-encoding": "Identity"}
+    answer = raw.post(CHAT, content=b"\xef\xbb\xbf" + changed.encode(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    expected = raw.post(CHAT, content=plain, headers={"content-type": "application/json"})
+    assert answer.json()["choices"] == expected.json()["choices"]
 
 
 def test_large_bodies_are_counted_while_they_come(raw):

@@ -94,6 +94,7 @@ class ClusterBackend(CountingBackend):
         ingress = IngressInfo(
             "a-machine-beefcafe", 1, "10.0.0.9:8000", "10.0.0.9:8001", num_workers=2, node="b"
         )
+        ingress = replace(ingress, num_waiting=4)
         return ClusterView(
             workers=self.alive,
             ingresses=(ingress,),

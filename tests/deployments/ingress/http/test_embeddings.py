@@ -139,6 +139,9 @@ def test_the_last_tokens_are_kept(plain: httpx.Client) -> None:
     want = reference(ids_of(TEXTS[0])[-3:])
     np.testing.assert_allclose(found["data"][0]["embedding"], want, **CLOSE)
     assert found["usage"]["prompt_tokens"] == 3
+    long = asked(plain, input="ship " * 2000, truncate_prompt_tokens=-1)
+    most = plain.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert long["usage"]["prompt_tokens"] == most
 
 
 def test_beside_answers_and_many_at_once(plain: httpx.Client, client: openai.OpenAI) -> None:

@@ -27,6 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": MODEL, "messages": [USER]},
     "/v1/responses": {"input": "a"},
     "/tokenize": {"messages": [USER]},
+    "/detokenize": {"tokens": [1]},
 }
 STREAMED = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
 UNKNOWN = {"mood": 1, "x\r\ny": "a", "temper ature": {"a": [1]}}
@@ -111,6 +112,8 @@ def test_unknown_fields_of_parts_are_named_by_path(
         ("/v1/chat/completions", {"reasoning_effort": "huge"}, "reasoning_effort"),
         ("/v1/chat/completions", {"suffix": "b"}, "suffix"),
         ("/v1/chat/completions", {"mirostat": 2}, "mirostat"),
+        ("/v1/chat/completions", {"structural_tag": "{}"}, "structural_tag"),
+        ("/v1/completions", {"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking"),
         ("/v1/messages", {"container": "a"}, "container"),
         ("/v1/responses", {"reasoning": {"effort": 5}}, "reasoning.effort"),

@@ -197,6 +197,8 @@ def test_a_long_document_loses_its_end_and_never_the_query(plain: httpx.Client) 
     error = refused(plain, "/v1/score", text_1=QUERY, text_2=document, truncate_prompt_tokens=20)
     assert error["param"] == "truncate_prompt_tokens"
     assert "leaves no room for the document" in error["message"]
+    body |= {"text_2": "ship " * 2000, "truncate_prompt_tokens": -1}
+    assert asked(plain, "/v1/score", **body)["usage"]["prompt_tokens"] > len(whole)
 
 
 def test_bad_input_names_its_field(plain: httpx.Client) -> None:

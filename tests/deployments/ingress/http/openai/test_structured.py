@@ -85,6 +85,12 @@ def test_response_format_json_object_and_text(serving: Serving) -> None:
     assert plain.message.content == chat(serving, max_tokens=20).message.content
 
 
+@pytest.mark.parametrize("type_", ["json_object", "json_schema"])
+def test_a_schema_where_llama_cpp_has_it(serving: Serving, type_: str) -> None:
+    choice = chat(serving, extra_body={"response_format": {"type": type_, "schema": {"const": 5}}})
+    assert (choice.message.content, choice.finish_reason) == ("5", "stop")
+
+
 def test_streamed_is_the_same(serving: Serving) -> None:
     shape = {"type": "json_schema", "json_schema": {"name": "w", "schema": CITY}}
     whole = chat(serving, response_format=shape)
@@ -216,6 +222,7 @@ def test_forced_calls(serving: Serving, choice: str, streams: bool) -> None:
         assert pieces[0].id and pieces[0].function.name and pieces[0].type == "function"
         assert len(pieces) > 2, "arguments come in pieces"
         assert all(piece.index == 0 and piece.id is None for piece in pieces[1:])
+        assert all(len(each.delta.tool_calls or ()) <= 1 for each in answer)
         name = pieces[0].function.name
         arguments = "".join(piece.function.arguments or "" for piece in pieces)
     else:
