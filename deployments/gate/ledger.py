@@ -33,27 +33,30 @@ class _Holding:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The same of all holdings [n], in their order, while none changes."""
+    """What no report changes of all holdings [n], in their order."""
 
-    rows: Ints
+    rows: Ints  # of the ledger's HeldFutures
     prompts: Ints
     ceilings: Ints
     limits: Ints  # tokens of their answers
-    generated: Ints
-    reported_at: Floats
 
     @classmethod
     def of(cls, holdings: Collection[_Holding]) -> _Columns:
-        demands = [each.demand for each in holdings]
-        ceilings = [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands]
-        limits = [each.length.max_tokens or MAX_LENGTH for each in demands]
+        rows = [
+            (
+                each.row,
+                each.demand.prompt_tokens,
+                each.demand.ceiling,
+                each.demand.length.max_tokens,
+            )
+            for each in holdings
+        ]
+        ceilings = [UNBOUNDED if each[2] is None else each[2] for each in rows]
         return cls(
-            np.array([each.row for each in holdings], np.int64),
-            np.array([each.prompt_tokens for each in demands], np.int64),
+            np.array([each[0] for each in rows], np.int64),
+            np.array([each[1] for each in rows], np.int64),
             np.array(ceilings, np.int64),
-            np.array(limits, np.int64),
-            np.array([each.generated for each in holdings], np.int64),
-            np.array([each.reported_at for each in holdings], np.float64),
+            np.array([each[3] or MAX_LENGTH for each in rows], np.int64),
         )
 
     def used(self, generated: Ints, block_size: int) -> Ints:
@@ -74,13 +77,15 @@ class Ledger:
     _num_preemptions: int = 0
     _held: dict[str, _Holding] = field(default_factory=dict)
     _over: dict[str, float] = field(default_factory=dict)  # ended recently: id -> when
-    _expected: float = 0.0  # tokens, sum of _held
+    _expected: float = 0.0  # tokens, sum of _held, unless some are to be renewed
+    _unrenewed: list[_Holding] = field(default_factory=list)  # of the last report
     _reported_at: float = 0.0
     _leases: int = 0  # of _held, not yet started
     _longest: int = 0  # tokens at their limits, sum of those in _held that have one
     _unlimited: int = 0  # of _held, without one
     _futures: HeldFutures | None = None  # None: it never held anything
-    _columns_now: _Columns | None = None  # None: something changed since
+    _columns_held: _Columns | None = None  # None: others are held since
+    _progress: tuple[Ints, Floats] | None = None  # generated, reported_at; None: it changed since
     _forecast: tuple[tuple, SampledForecast] | None = None  # None: something changed since
 
     REMEMBER_S = 10.0  # longest delay of a report that may still list an ended request
@@ -105,7 +110,7 @@ class Ledger:
         if holding is not None and holding.lease_until is not None:
             holding.lease_until, holding.reported_at = None, now
             self._leases -= 1
-            self._columns_now = None
+            self._progress = None
 
     def withdraw(self, request_id: str) -> None:
         """Remove it, as if it had never been promised."""
@@ -163,20 +168,23 @@ class Ledger:
             self._leases -= holding.lease_until is not None
             holding.lease_until = None
             holding.generated, holding.reported_at, holding.listed = each.generated, now, True
-        self._renew()
+        self._progress, self._unrenewed = None, list(self._held.values())
         return gone
 
     def _renew(self) -> None:
-        """What its answers are expected to hold, given the tokens that are out."""
-        self._columns_now = None
-        if self._futures is not None:
-            columns = self._columns
-            remaining = self._futures.mean_remaining(columns.rows, columns.generated)
-            lengths = np.rint(columns.generated + remaining).astype(np.int64)
+        """What its answers are expected to hold, given the tokens that were out at the last
+        report. Done when the load is asked for: few workers are told apart without it."""
+        held = [each for each in self._unrenewed if self._held.get(each.demand.request_id) is each]
+        self._unrenewed = []
+        if held and self._futures is not None:
+            columns = self._columns if len(held) == len(self._held) else _Columns.of(held)
+            generated = np.array([each.generated for each in held], np.int64)
+            remaining = self._futures.mean_remaining(columns.rows, generated)
+            lengths = np.rint(generated + remaining).astype(np.int64)
             holds = np.minimum(columns.prompts + lengths, columns.ceilings)
-            for each, expected in zip(self._held.values(), holds.tolist()):
+            for each, expected in zip(held, holds.tolist()):
                 each.expected = expected
-            self._expected = float(holds.sum())
+        self._expected = float(sum(each.expected for each in self._held.values()))
 
     def accepts(self, report: Report) -> bool:
         """Whether it is of this epoch, and newer than the last one."""
@@ -192,18 +200,23 @@ class Ledger:
 
     def generated(self, now: float) -> Ints:
         """[n] tokens generated by now: one a step since the last report, short of the limit."""
-        columns = self._columns
-        out = columns.generated
-        steps = np.maximum((now - columns.reported_at) / self.step_s, 0.0).astype(np.int64)
+        if self._progress is None:
+            held = self._held.values()
+            self._progress = (
+                np.array([each.generated for each in held], np.int64),
+                np.array([each.reported_at for each in held], np.float64),
+            )
+        out, reported_at = self._progress
+        steps = np.maximum((now - reported_at) / self.step_s, 0.0).astype(np.int64)
         steps[out == 0] = 0  # none while its prompt is computed
-        counts: Ints = np.maximum(np.minimum(out + steps, columns.limits - 1), out)
+        counts: Ints = np.maximum(np.minimum(out + steps, self._columns.limits - 1), out)
         return counts
 
     @property
     def _columns(self) -> _Columns:
-        if self._columns_now is None:
-            self._columns_now = _Columns.of(self._held.values())
-        return self._columns_now
+        if self._columns_held is None:
+            self._columns_held = _Columns.of(self._held.values())
+        return self._columns_held
 
     def spare(self) -> tuple[int, int]:
         """Tokens and slots that stay free even if each answer reaches its limit."""
@@ -265,6 +278,8 @@ class Ledger:
     @property
     def load(self) -> float:
         """Tokens that its answers are expected to hold at their ends, by the capacity."""
+        if self._unrenewed:
+            self._renew()
         return self._expected / self.spec.capacity
 
     def _steps(self, now: float) -> int:
@@ -298,7 +313,7 @@ class Ledger:
         else:
             size = self.spec.block_size
             self._longest += num * (holding.demand.longest(size) + size)
-        self._columns_now = self._forecast = None
+        self._columns_held = self._progress = self._forecast = None
 
 
 def _is_unlimited(demand: Demand) -> bool:

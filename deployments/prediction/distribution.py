@@ -41,6 +41,7 @@ WIDTHS = np.diff(KNOTS)  # [bins]
 NUM_BINS = len(WIDTHS)
 _KNOTS = KNOTS.astype(np.float64)
 _WIDTHS = WIDTHS.astype(np.float64)
+_FIRST = np.zeros((1, 1), np.int64)
 _KNOT_LIST: list[int] = KNOTS.tolist()  # single look-ups are faster in plain numbers
 
 
@@ -100,12 +101,24 @@ class LengthDistribution:
     def sample(self, uniform: float) -> int:
         """The length that inverse transform gives for a uniform number in [0, 1)."""
         target = self._hazard_at(self._now) - math.log1p(-uniform)
-        k = int(np.searchsorted(self.cumulative, target, side="right")) - 1
+        k = int(self.cumulative.searchsorted(target, side="right")) - 1
         k = min(max(k, 0), NUM_BINS - 1)
         low, died = self._bin(k)
         share = min(-math.expm1(low - target) / max(died, _TINY), 1.0)
         length = math.ceil(_KNOT_LIST[k] + share * _width(k) - _SLACK)
         return max(min(max(length, self._now + 1), self.ceiling), self.generated)
+
+    def sample_remaining(self, generated: int, uniforms: Floats) -> Ints:
+        """As StackedDistributions.sample_remaining, of this one alone: [samples] -> [samples]."""
+        now = min(max(generated, self.min_tokens), MAX_LENGTH)
+        target = -np.log1p(-uniforms)
+        if now > 0:
+            target += hazards_at(self.cumulative, _FIRST, np.array([[now]]))[0]
+        k = places_of(self.cumulative, _FIRST, target)[0]
+        low = self.cumulative[k]
+        length = lengths_in(k, low, -np.expm1(low - self.cumulative[k + 1]), target)
+        most = MAX_LENGTH if self.max_tokens is None else self.max_tokens
+        return np.maximum(np.minimum(np.maximum(length, now + 1), most) - generated, 0)
 
     @property
     def ceiling(self) -> int:
@@ -143,6 +156,8 @@ class LengthDistribution:
         return low, -math.expm1(low - float(self.cumulative[k + 1]))
 
     def _hazard_at(self, length: int) -> float:
+        if length == 0:
+            return 0.0
         k = min(bisect_right(_KNOT_LIST, length) - 1, NUM_BINS - 1)
         low, died = self._bin(k)
         share = (length - _KNOT_LIST[k]) / _width(k)
@@ -174,8 +189,8 @@ class StackedDistributions:
         first = (NUM_BINS + 1) * np.arange(len(uniforms))[:, None]
         target = hazards_at(self.flat, first, now) - np.log1p(-uniforms)
         place = places_of(self.flat, first, target)
-        low, high = self.flat[place], self.flat[place + 1]
-        length = lengths_in(place - first, low, high, target)
+        low = self.flat[place]
+        length = lengths_in(place - first, low, -np.expm1(low - self.flat[place + 1]), target)
         ends = np.minimum(np.maximum(length, now + 1), self.max_tokens[:, None])
         return np.maximum(ends - generated[:, None], 0)
 
@@ -199,10 +214,9 @@ def places_of(flat: Floats, first: Ints, target: Floats) -> Ints:
     return np.minimum(np.maximum(place, first), first + NUM_BINS - 1)
 
 
-def lengths_in(k: Ints, low: Floats, high: Floats, target: Floats) -> Ints:
-    """[n, m] the length at which the cumulative hazard is `target`, in bin k from `low` to
-    `high`."""
-    died = -np.expm1(low - high)
+def lengths_in(k: Ints, low: Floats, died: Floats, target: Floats) -> Ints:
+    """[n, m] the length at which the cumulative hazard is `target`, in bin k, which begins at
+    `low` and in which a share `died` of those ends that reach it."""
     share = np.minimum(-np.expm1(low - target) / np.maximum(died, _TINY), 1.0)
     return np.ceil(_KNOTS[k] + share * _WIDTHS[k] - _SLACK).astype(np.int64)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -122,13 +122,36 @@ class LengthPredictor:
             cumulative = self._steps(features).cumulative
         if with_cancels:
             cumulative = cumulative + cumulative_hazard(self.cancels.hazards(features.path()))
-        return _distribution(features, cumulative)
+        return distribution_of(features, cumulative)
 
     def predict_both(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         """`predict` without and with cancels, for little more than the price of one."""
         distribution = self.predict(features)
         cancels = cumulative_hazard(self.cancels.hazards(features.path()))
-        return distribution, _distribution(features, distribution.cumulative + cancels)
+        return distribution, distribution_of(features, distribution.cumulative + cancels)
+
+    def steps_of(self, requests: Sequence[Features]) -> list[Steps]:
+        """The predictions of several requests: less at once than one by one.
+
+        Raises ValueError for a text that `digest_text` cannot have made.
+        """
+        if not requests:
+            return []
+        counted = self.ends.hazards_of((each.path(), each.size_group()) for each in requests)
+        rows = self.residual.rows([words_of(each) for each in requests])
+        shifts = [self.residual.shift(row) for row in rows]
+        odds = np.array([math.exp(-shift) for shift in shifts])[:, None, None]
+        shifted = counted / (counted + (1.0 - counted) * odds)
+        hazards = np.concatenate((counted, shifted), axis=1)  # [requests, experts, bins]
+        trusts = [self.models.get(each.model, self.everyone) for each in requests]
+        # A mixture of distributions mixes their survivals; in logarithms, to keep the tail.
+        weights = np.array([each.log_weights for each in trusts])[..., None]
+        mixed = -np.logaddexp.reduce(weights - cumulative_hazard(hazards), axis=1)
+        mixed[:, 0] = 0.0
+        return [
+            Steps(row, shift, own, trust, calibrate(one, trust.levels))
+            for row, shift, own, trust, one in zip(rows, shifts, hazards, trusts, mixed)
+        ]
 
     def progress(self, watch: Watch, generated: int) -> None:
         """Learn from an answer that has `generated` tokens and goes on: it is censored there.
@@ -154,7 +177,7 @@ class LengthPredictor:
             if not features.ignore_eos and watch.is_costly(generated):
                 costly.append((watch, reached))
         if costly:
-            all_steps = self._predict([watch.features for watch, _ in costly])
+            all_steps = self.steps_of([watch.features for watch, _ in costly])
             for (watch, reached), steps in zip(costly, all_steps):
                 features, start = watch.features, max(watch.features.min_tokens, watch.learnt)
                 seen = exposure(start, reached, False, features.max_tokens)
@@ -162,29 +185,37 @@ class LengthPredictor:
                 watch.learnt = reached
         if due:
             self._last = None
-            self._count([each for each in due if not each[0].features.ignore_eos], self.ends)
-            self._count(due, self.cancels)
+            self._count(due)
         for watch, reached in due:
             watch.counted = reached
 
-    def _count(self, due: Sequence[tuple[Watch, int]], tree: HazardTree) -> None:
+    def _count(self, due: Sequence[tuple[Watch, int]]) -> None:
         """In the groups, that these answers go on."""
-        is_end = tree is self.ends
-        groups: dict[Hashable, list[int]] = {}
-        starts, ends = [], []
-        for i, (watch, reached) in enumerate(due):
+        plain = []
+        for watch, reached in due:
             features = watch.features
-            path = features.path()
-            if is_end:
-                path.append(features.size_group())
-            for key in path:
+            if features.ignore_eos or features.min_tokens > watch.counted:  # clients may leave
+                limit = features.max_tokens
+                left = exposure(watch.counted, reached, False, limit)
+                self.cancels.watch(features.path(), left)
+                if not features.ignore_eos:
+                    seen = exposure(features.min_tokens, reached, False, limit)
+                    self.ends.watch([*features.path(), features.size_group()], seen)
+            else:
+                plain.append((watch, reached))
+        groups: dict[Hashable, list[int]] = {}
+        sizes: dict[Hashable, list[int]] = {}
+        for i, (watch, _) in enumerate(plain):
+            for key in watch.features.path():
                 groups.setdefault(key, []).append(i)
-            starts.append(max(features.min_tokens, watch.counted) if is_end else watch.counted)
-            ends.append(max(reached, starts[-1]))
-        belongs = np.zeros((len(groups), len(due)))
-        for row, members in zip(belongs, groups.values()):
-            row[members] = 1.0
-        tree.watch_sums(groups, belongs @ exposures(starts, ends))
+            sizes.setdefault(watch.features.size_group(), []).append(i)
+        if not plain:
+            return
+        seen_all = exposures([watch.counted for watch, _ in plain], [end for _, end in plain])
+        of_groups = _belonging(groups, len(plain)) @ seen_all
+        self.cancels.watch_sums(groups, of_groups)
+        self.ends.watch_sums(groups, of_groups)
+        self.ends.watch_sums(sizes, _belonging(sizes, len(plain)) @ seen_all)
 
     def observe(
         self, features: Features, length: int, ended: Ended | str, watch: Watch | None = None
@@ -195,6 +226,17 @@ class LengthPredictor:
         and will go on (preemption, a worker's death), nor for those that an error ended. Raises
         ValueError naming what does not fit.
         """
+        self.observe_predicted(features, None, length, ended, watch)
+
+    def observe_predicted(
+        self,
+        features: Features,
+        steps: Steps | None,
+        length: int,
+        ended: Ended | str,
+        watch: Watch | None = None,
+    ) -> None:
+        """`observe`, with its prediction from `steps_of`, if it was made."""
         ended = _ended(ended)
         if length < 0:
             raise ValueError(f"length must be 0 or more, not {length}")
@@ -214,7 +256,7 @@ class LengthPredictor:
         seen = exposure(max(features.min_tokens, learnt), length, stopped, limit)
         if seen.event is None and not seen.at_risk.any() and not counted:
             return
-        self._learn(features, self._steps(features), seen, learnt, length, ended)
+        self._learn(features, steps or self._steps(features), seen, learnt, length, ended)
         counts = exposure(max(features.min_tokens, counted), length, stopped, limit)
         self.ends.add([*path, features.size_group()], counts)
         self._last = None
@@ -243,26 +285,8 @@ class LengthPredictor:
 
     def _steps(self, features: Features) -> Steps:
         if self._last is None or self._last[0] != features:
-            self._last = features, self._predict([features])[0]
+            self._last = features, self.steps_of([features])[0]
         return self._last[1]
-
-    def _predict(self, requests: Sequence[Features]) -> list[Steps]:
-        """Several cost less at once than one by one."""
-        counted = self.ends.hazards_of((each.path(), each.size_group()) for each in requests)
-        rows = self.residual.rows([words_of(each) for each in requests])
-        shifts = [self.residual.shift(row) for row in rows]
-        odds = np.array([math.exp(-shift) for shift in shifts])[:, None, None]
-        shifted = counted / (counted + (1.0 - counted) * odds)
-        hazards = np.concatenate((counted, shifted), axis=1)  # [requests, experts, bins]
-        trusts = [self.models.get(each.model, self.everyone) for each in requests]
-        # A mixture of distributions mixes their survivals; in logarithms, to keep the tail.
-        weights = np.array([each.log_weights for each in trusts])[..., None]
-        mixed = -np.logaddexp.reduce(weights - cumulative_hazard(hazards), axis=1)
-        mixed[:, 0] = 0.0
-        return [
-            Steps(row, shift, own, trust, calibrate(one, trust.levels))
-            for row, shift, own, trust, one in zip(rows, shifts, hazards, trusts, mixed)
-        ]
 
     def _trust_of(self, model: str) -> Trust:
         if model not in self.models:
@@ -287,7 +311,7 @@ class LengthPredictor:
         """
         own = self._trust_of(features.model)
         moves = surprise(
-            _distribution(features, steps.cumulative),
+            distribution_of(features, steps.cumulative),
             start,
             now,
             is_end=ended is Ended.STOP,
@@ -305,7 +329,15 @@ class LengthPredictor:
         self._last = None
 
 
-def _distribution(features: Features, cumulative: Floats) -> LengthDistribution:
+def _belonging(groups: Mapping[Hashable, Sequence[int]], num: int) -> Floats:
+    """[groups, num] 1 where an answer is in the group."""
+    belongs = np.zeros((len(groups), num))
+    for row, members in zip(belongs, groups.values()):
+        row[members] = 1.0
+    return belongs
+
+
+def distribution_of(features: Features, cumulative: Floats) -> LengthDistribution:
     return LengthDistribution(
         cumulative, max_tokens=features.max_tokens, min_tokens=features.min_tokens
     )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.deployments.prediction.distribution import Floats
-from penstock.deployments.prediction.features import Features
+from penstock.deployments.prediction.features import NUM_FACTS, Features
 
 HASH_BITS = 18
 MAX_SHIFT = 3.0
@@ -55,10 +55,16 @@ def words_in(hashes: NDArray[np.uint32], facts: Floats) -> Words:
 
 @lru_cache(maxsize=1024)  # of some 2 kB: a request is learnt from several times
 def words_of(features: Features) -> Words:
-    """The features of one request as numbers. Not to be changed."""
+    """The features of one request as numbers, not to be changed.
+
+    Raises ValueError for a text that `digest_text` cannot have made.
+    """
+    facts = features.facts()
+    if len(facts) != NUM_FACTS:
+        raise ValueError(f"features of a text have {NUM_FACTS} facts, not {len(facts)}")
     digest = features.text
     hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
-    return words_in(hashes, features.facts())
+    return words_in(hashes, facts)
 
 
 class LengthResidual:

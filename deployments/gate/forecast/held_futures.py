@@ -33,6 +33,7 @@ class HeldFutures:
         self._free: list[int] = []
         columns = num_samples + len(MIDDLES)
         self._hazards = np.zeros((0, NUM_BINS + 1))  # cumulative, LIFT higher in each row
+        self._died = np.zeros((0, NUM_BINS + 1))  # of each bin: P(ends in it | reaches it)
         self._drawn = np.zeros((0, columns))  # of each future: -ln(1 - its uniform number)
         self._places = np.zeros((0, columns), np.int64)  # its bin, in all of `_hazards`
         self._limits = np.zeros((0, 2), np.int64)  # least and most tokens
@@ -43,6 +44,7 @@ class HeldFutures:
             self._grow()
         row = self._free.pop()
         self._hazards[row] = length.cumulative + LIFT * row
+        self._died[row, :-1] = -np.expm1(-np.diff(self._hazards[row]))
         self._drawn[row] = -np.log1p(-np.concatenate((uniforms, MIDDLES)))
         self._places[row] = (NUM_BINS + 1) * row
         most = MAX_LENGTH if length.max_tokens is None else length.max_tokens
@@ -69,15 +71,15 @@ class HeldFutures:
         first = ((NUM_BINS + 1) * rows)[:, None]
         target = hazards_at(flat, first, now) + self._drawn[rows, columns]
         place = self._places[rows, columns]
-        low, high = flat[place], flat[place + 1]
-        left = np.flatnonzero((target >= high) | (target < low))
+        low = flat[place]
+        left = np.flatnonzero((target >= flat[place + 1]) | (target < low))
         if len(left):
             begins = np.broadcast_to(first, target.shape).ravel()[left]
             found = places_of(flat, begins, target.ravel()[left])
             place.ravel()[left] = found
-            low.ravel()[left], high.ravel()[left] = flat[found], flat[found + 1]
+            low.ravel()[left] = flat[found]
             self._places[rows, columns] = place
-        length = lengths_in(place - first, low, high, target)
+        length = lengths_in(place - first, low, self._died.ravel()[place], target)
         ends = np.minimum(np.maximum(length, now + 1), limits[:, 1:])
         return np.maximum(ends - generated[:, None], 0)
 
@@ -87,7 +89,7 @@ class HeldFutures:
         added = max(num, ROWS)
         lifts = LIFT * np.arange(num, num + added)[:, None]
         self._hazards = np.concatenate((self._hazards, np.tile(lifts, NUM_BINS + 1)))
-        for name in ("_drawn", "_places", "_limits"):
+        for name in ("_died", "_drawn", "_places", "_limits"):
             kept = getattr(self, name)
             more = np.zeros((added, kept.shape[1]), kept.dtype)
             setattr(self, name, np.concatenate((kept, more)))

@@ -168,7 +168,7 @@ class SampledForecast:
     def _ends(self) -> Ints:
         """Up to MAX_PROBES of the moments at which an answer ends in some future, in order."""
         ends = np.sort(self.remaining, axis=None)
-        ends = ends[np.flatnonzero(np.diff(ends, prepend=ends[0] - 1))]  # each once
+        ends = ends[np.append(True, ends[1:] != ends[:-1])]  # each once
         found: Ints = ends[_spread(0, len(ends) - 1, MAX_PROBES)]
         return found
 

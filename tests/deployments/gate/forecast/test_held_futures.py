@@ -35,11 +35,10 @@ def test_they_are_what_would_be_drawn_anew():
             grown = max(each[2] + int(rng.integers(-3, 40)), 0)
             each[2] = min(grown, each[0].max_tokens or grown)
         rows = rng.permutation(list(answers)).astype(int)
-        lengths, uniforms, generated = (
-            zip(*(answers[row] for row in rows.tolist())) if answers else ((), (), ())
-        )
-        out = np.array(generated, np.int64)
-        anew = stack(lengths).sample_remaining(out, np.array(uniforms).reshape(-1, 5))
+        lengths = [answers[row][0] for row in rows.tolist()]
+        drawn = np.array([answers[row][1] for row in rows.tolist()]).reshape(-1, 5)
+        out = np.array([answers[row][2] for row in rows.tolist()], np.int64)
+        anew = stack(lengths).sample_remaining(out, drawn)
         assert held.remaining(rows, out).tolist() == anew.tolist()
     assert len(answers) > 16  # more rows than there are at first
 
