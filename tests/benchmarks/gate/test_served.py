@@ -1,4 +1,4 @@
-"""The gate's service behind the simulator: every request ends, is learnt from, and costs something."""
+"""The service of the gate in the simulator: each request ends, is learnt from, costs something."""
 
 from __future__ import annotations
 
