@@ -154,6 +154,7 @@ TABLES: dict[str, Table] = {
     "real-engine": Table(["real-engine/x86-64"], serving.real_engine),
     "gate-latency": Table(["gate-latency/xeon-avx512"], serving.gate_latency),
     "gate-scale": Table(["gate-scale/x86-64"], serving.gate_scale),
+    "gate-request": Table(["gate-request/epyc-zen4"], serving.gate_request),
     "state-stores": Table(["state-stores/epyc"], serving.state_stores),
     "retry-after": Table(["retry-after/x86-64"], serving.retry_after),
     "autoscale": Table(["autoscale/x86-64"], serving.autoscale),

@@ -8,20 +8,16 @@ correct the ledger. The caller passes the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.deployments.gate.forecast.headroom import Headroom
+from penstock.deployments.gate.forecast.held_futures import HeldFutures
 from penstock.deployments.gate.forecast.sampled import UNBOUNDED, Candidate, SampledForecast
 from penstock.deployments.gate.types import Demand, Report, Running, WorkerSpec
-from penstock.deployments.prediction.distribution import (
-    MAX_LENGTH,
-    Ints,
-    StackedDistributions,
-    stack,
-)
+from penstock.deployments.prediction.distribution import MAX_LENGTH, Floats, Ints
 
 
 @dataclass(slots=True)
@@ -29,9 +25,43 @@ class _Holding:
     demand: Demand
     expected: float  # tokens at its end; renewed by reports
     lease_until: float | None  # None: started
+    row: int  # of the ledger's HeldFutures
     generated: int = 0
     reported_at: float = 0.0  # or when it started, until a report lists it
     listed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What no report changes of all holdings [n], in their order."""
+
+    rows: Ints  # of the ledger's HeldFutures
+    prompts: Ints
+    ceilings: Ints
+    limits: Ints  # tokens of their answers
+
+    @classmethod
+    def of(cls, holdings: Collection[_Holding]) -> _Columns:
+        rows = [
+            (
+                each.row,
+                each.demand.prompt_tokens,
+                each.demand.ceiling,
+                each.demand.length.max_tokens,
+            )
+            for each in holdings
+        ]
+        ceilings = [UNBOUNDED if each[2] is None else each[2] for each in rows]
+        return cls(
+            np.array([each[0] for each in rows], np.int64),
+            np.array([each[1] for each in rows], np.int64),
+            np.array(ceilings, np.int64),
+            np.array([each[3] or MAX_LENGTH for each in rows], np.int64),
+        )
+
+    def used(self, generated: Ints, block_size: int) -> Ints:
+        """As Demand.used."""
+        return np.minimum(self.prompts + generated + (block_size - 1), self.ceilings)
 
 
 @dataclass(slots=True)
@@ -47,10 +77,15 @@ class Ledger:
     _num_preemptions: int = 0
     _held: dict[str, _Holding] = field(default_factory=dict)
     _over: dict[str, float] = field(default_factory=dict)  # ended recently: id -> when
-    _expected: float = 0.0  # tokens, sum of _held
+    _expected: float = 0.0  # tokens, sum of _held, unless some are to be renewed
+    _unrenewed: list[_Holding] = field(default_factory=list)  # of the last report
     _reported_at: float = 0.0
     _leases: int = 0  # of _held, not yet started
-    _lengths: StackedDistributions | None = None
+    _longest: int = 0  # tokens at their limits, sum of those in _held that have one
+    _unlimited: int = 0  # of _held, without one
+    _futures: HeldFutures | None = None  # None: it never held anything
+    _columns_held: _Columns | None = None  # None: others are held since
+    _progress: tuple[Ints, Floats] | None = None  # generated, reported_at; None: it changed since
     _forecast: tuple[tuple, SampledForecast] | None = None  # None: something changed since
 
     REMEMBER_S = 10.0  # longest delay of a report that may still list an ended request
@@ -75,6 +110,7 @@ class Ledger:
         if holding is not None and holding.lease_until is not None:
             holding.lease_until, holding.reported_at = None, now
             self._leases -= 1
+            self._progress = None
 
     def withdraw(self, request_id: str) -> None:
         """Remove it, as if it had never been promised."""
@@ -132,19 +168,23 @@ class Ledger:
             self._leases -= holding.lease_until is not None
             holding.lease_until = None
             holding.generated, holding.reported_at, holding.listed = each.generated, now, True
-        self._renew()
+        self._progress, self._unrenewed = None, list(self._held.values())
         return gone
 
     def _renew(self) -> None:
-        """What its answers are expected to hold, given the tokens that are out."""
-        holdings = list(self._held.values())
-        if self._lengths is None:
-            self._lengths = stack([each.demand.length for each in holdings])
-        generated = np.array([each.generated for each in holdings], np.int64)
-        lengths = generated + self._lengths.mean_remaining(generated)
-        for each, length in zip(holdings, lengths.tolist()):
-            each.expected = each.demand.holds(round(length))
-        self._expected = float(sum(each.expected for each in holdings))
+        """What its answers are expected to hold, given the tokens that were out at the last
+        report. Done when the load is asked for: few workers are told apart without it."""
+        held = [each for each in self._unrenewed if self._held.get(each.demand.request_id) is each]
+        self._unrenewed = []
+        if held and self._futures is not None:
+            columns = self._columns if len(held) == len(self._held) else _Columns.of(held)
+            generated = np.array([each.generated for each in held], np.int64)
+            remaining = self._futures.mean_remaining(columns.rows, generated)
+            lengths = np.rint(generated + remaining).astype(np.int64)
+            holds = np.minimum(columns.prompts + lengths, columns.ceilings)
+            for each, expected in zip(held, holds.tolist()):
+                each.expected = expected
+        self._expected = float(sum(each.expected for each in self._held.values()))
 
     def accepts(self, report: Report) -> bool:
         """Whether it is of this epoch, and newer than the last one."""
@@ -160,23 +200,29 @@ class Ledger:
 
     def generated(self, now: float) -> Ints:
         """[n] tokens generated by now: one a step since the last report, short of the limit."""
-        counts = np.zeros(len(self._held), np.int64)
-        for i, each in enumerate(self._held.values()):
-            steps = 0
-            if each.generated > 0:  # none while its prompt is computed
-                steps = max(int((now - each.reported_at) / self.step_s), 0)
-            limit = each.demand.length.max_tokens or MAX_LENGTH
-            counts[i] = max(min(each.generated + steps, limit - 1), each.generated)
+        if self._progress is None:
+            held = self._held.values()
+            self._progress = (
+                np.array([each.generated for each in held], np.int64),
+                np.array([each.reported_at for each in held], np.float64),
+            )
+        out, reported_at = self._progress
+        steps = np.maximum((now - reported_at) / self.step_s, 0.0).astype(np.int64)
+        steps[out == 0] = 0  # none while its prompt is computed
+        counts: Ints = np.maximum(np.minimum(out + steps, self._columns.limits - 1), out)
         return counts
+
+    @property
+    def _columns(self) -> _Columns:
+        if self._columns_held is None:
+            self._columns_held = _Columns.of(self._held.values())
+        return self._columns_held
 
     def spare(self) -> tuple[int, int]:
         """Tokens and slots that stay free even if each answer reaches its limit."""
-        size, limit = self.spec.block_size, int((1.0 - self.headroom.share) * self.spec.capacity)
-        for each in self._held.values():
-            demand = each.demand
-            if demand.length.max_tokens is None and demand.ceiling is None:
-                return 0, 0  # unbounded
-            limit -= demand.longest(size) + size
+        if self._unlimited:
+            return 0, 0
+        limit = int((1.0 - self.headroom.share) * self.spec.capacity) - self._longest
         slots = self.spec.slots - len(self._held)
         return (limit, slots) if self.is_open and limit > 0 and slots > 0 else (0, 0)
 
@@ -185,15 +231,14 @@ class Ledger:
         longest = demand.longest(self.spec.block_size)
         if not self._held:
             return self.is_open and longest <= self.spec.capacity
-        if demand.length.max_tokens is None and demand.ceiling is None:
+        if _is_unlimited(demand):
             return False
         tokens, slots = self.spare()
         return slots > 0 and longest + self.spec.block_size <= tokens
 
     def used(self, now: float) -> int:
         """Tokens of KV held now, in whole blocks."""
-        demands = [each.demand for each in self._held.values()]
-        return int(_used(demands, self.generated(now), self.spec.block_size).sum())
+        return int(self._columns.used(self.generated(now), self.spec.block_size).sum())
 
     @property
     def has_slots(self) -> bool:
@@ -205,25 +250,19 @@ class Ledger:
         moment = (self._steps(now), self.is_open, level)
         if self._forecast is not None and self._forecast[0] == moment:
             return self._forecast[1]
-        demands = [each.demand for each in self._held.values()]
-        generated = self.generated(now)
-        if self._lengths is None:
-            self._lengths = stack([each.length for each in demands])
+        columns, generated = self._columns, self.generated(now)
         remaining = np.zeros((0, num_samples), np.int64)
-        if demands:
-            uniforms = np.array([each.uniforms for each in demands])
+        if self._held and self._futures is not None:
             # At its limit an answer still has this step to go: its memory is not free yet.
-            remaining = np.maximum(self._lengths.sample_remaining(generated, uniforms), 1)
+            remaining = np.maximum(self._futures.remaining(columns.rows, generated), 1)
         forecast = SampledForecast(
             capacity=self.spec.capacity,
             limit=int((1.0 - self.headroom.share) * self.spec.capacity),
             level=level,
-            slots=self.spec.slots - len(demands) if self.is_open else 0,
-            used=_used(demands, generated, self.spec.block_size),
+            slots=self.spec.slots - len(self._held) if self.is_open else 0,
+            used=columns.used(generated, self.spec.block_size),
             remaining=remaining,
-            ceilings=np.array(
-                [UNBOUNDED if each.ceiling is None else each.ceiling for each in demands], np.int64
-            ),
+            ceilings=columns.ceilings,
         )
         self._forecast = (moment, forecast)
         return forecast
@@ -239,6 +278,8 @@ class Ledger:
     @property
     def load(self) -> float:
         """Tokens that its answers are expected to hold at their ends, by the capacity."""
+        if self._unrenewed:
+            self._renew()
         return self._expected / self.spec.capacity
 
     def _steps(self, now: float) -> int:
@@ -246,20 +287,37 @@ class Ledger:
         return int((now - self._reported_at) / self.step_s)
 
     def _hold(self, demand: Demand, until: float | None) -> _Holding:
-        holding = _Holding(demand, demand.expected, until, demand.generated)
+        if self._futures is None:
+            self._futures = HeldFutures(len(demand.uniforms))
+        row = self._futures.add(demand.length, demand.uniforms)
+        holding = _Holding(demand, demand.expected, until, row, demand.generated)
         self._held[demand.request_id] = holding
-        self._expected += holding.expected
-        self._lengths = self._forecast = None
+        self._changed(holding, 1)
         return holding
 
     def _drop(self, request_id: str) -> bool:
         holding = self._held.pop(request_id, None)
         if holding is None:
             return False
-        self._expected -= holding.expected
+        if self._futures is not None:
+            self._futures.remove(holding.row)
         self._leases -= holding.lease_until is not None
-        self._lengths = self._forecast = None
+        self._changed(holding, -1)
         return True
+
+    def _changed(self, holding: _Holding, num: int) -> None:
+        """It came (1), or is gone (-1)."""
+        self._expected += num * holding.expected
+        if _is_unlimited(holding.demand):
+            self._unlimited += num
+        else:
+            size = self.spec.block_size
+            self._longest += num * (holding.demand.longest(size) + size)
+        self._columns_held = self._progress = self._forecast = None
+
+
+def _is_unlimited(demand: Demand) -> bool:
+    return demand.length.max_tokens is None and demand.ceiling is None
 
 
 def _is_over(holding: _Holding, now: float) -> bool:
@@ -267,10 +325,3 @@ def _is_over(holding: _Holding, now: float) -> bool:
     if holding.lease_until is not None:
         return False
     return holding.listed or now - holding.reported_at > Ledger.REMEMBER_S
-
-
-def _used(demands: Sequence[Demand], generated: Ints, block_size: int) -> Ints:
-    return np.array(
-        [each.used(count, block_size) for each, count in zip(demands, generated.tolist())],
-        np.int64,
-    )

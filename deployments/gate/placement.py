@@ -104,11 +104,13 @@ class Placement:
     ) -> str | None:
         """The best worker where it fits at its longest; None: it needs a prediction."""
         hits = self.hits(prefix)
-        loads = [(self.ledgers[name].load, name) for name in shortlist.workers_for(demand, hits)]
-        able = [each for each in loads if self.ledgers[each[1]].fits_worst_case(demand)]
-        if not able or not hits.keys() <= {name for _, name in able}:
+        asked = shortlist.workers_for(demand, hits)
+        able = [name for name in asked if self.ledgers[name].fits_worst_case(demand)]
+        if not able or not hits.keys() <= set(able):
             return None  # a worker with its prefix cached may have room as well
-        return best_of(able, hits)
+        if len(able) == 1:
+            return able[0]
+        return best_of([(self.ledgers[name].load, name) for name in able], hits)
 
     def hits(self, prefix: Sequence[int]) -> dict[str, int]:
         """By worker: tokens of such a prompt that are probably in its prefix cache."""

@@ -303,7 +303,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
     async def _learn(self) -> None:
         while True:
             await asyncio.sleep(LABELS_S)
-            self.service.learner.learn_for(SLICE_S)
+            self.service.learner.learn_due(SLICE_S, time.monotonic())
 
     async def _save(self) -> None:
         while True:

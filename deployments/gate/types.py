@@ -9,13 +9,11 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
-from typing import Literal, get_args
-
-import numpy as np
+from typing import Literal, NamedTuple, get_args
 
 from penstock.deployments.gate.forecast.sampled import UNBOUNDED, Candidate
 from penstock.deployments.options import StateOptions
-from penstock.deployments.prediction.distribution import Floats, Ints, LengthDistribution, stack
+from penstock.deployments.prediction.distribution import Floats, Ints, LengthDistribution
 
 # Of requests that wait for as long as any other does. The ingress negates what a client sends, so
 # that a client's lowest priority (MAX_PRIORITY, 100) is this one.
@@ -277,8 +275,7 @@ class Demand:
 
     def remaining(self) -> Ints:
         """[samples] steps to its end, from its beginning: P(L - t | L > t), t tokens generated."""
-        generated = np.array([self.generated], np.int64)
-        return stack([self.length]).sample_remaining(generated, self.uniforms[None, :])[0]
+        return self.length.sample_remaining(self.generated, self.uniforms)
 
     def candidate(self, block_size: int, remaining: Ints | None = None) -> Candidate:
         """For a worker with blocks of this size; `remaining`, if known."""
@@ -293,9 +290,8 @@ class Demand:
         return tokens if self.ceiling is None else min(tokens, self.ceiling)
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """One answer in a worker's report."""
+class Running(NamedTuple):
+    """One answer in a worker's report: made for each of them, several times a second."""
 
     request_id: str
     generated: int  # 0: its prompt is not yet computed

@@ -54,10 +54,17 @@ def coverage(
     than promised, and a model's long answers would pay for it.
     """
     natural = _natural(distribution)
-    return [
-        None if bound is None else _hit(natural, level, bound, length, is_end, left_early)
-        for level, bound in zip(LEVELS, _bounds(distribution, natural))
-    ]
+    held: list[float | None] = []
+    for level, bound in zip(LEVELS, _bounds(distribution, natural)):
+        if bound is None:
+            held.append(None)
+        elif is_end:
+            held.append(_held(natural, level, bound, length))
+        elif not left_early or length >= bound:
+            held.append(0.0)
+        else:
+            held.append(_will_hold(level, natural.survival(length)))
+    return held
 
 
 def surprise(
@@ -76,13 +83,19 @@ def surprise(
     ends are all of short answers: hits). Summed over an answer it is `coverage` minus the level.
     """
     natural = _natural(distribution)
-    return [
-        None
-        if bound is None
-        else _hit(natural, level, bound, now, is_end, not is_cut)
-        - _hit(natural, level, bound, start, False, True)
-        for level, bound in zip(LEVELS, _bounds(distribution, natural))
-    ]
+    alive = natural.survival(start)
+    alive_now = natural.survival(now)
+    moves: list[float | None] = []
+    for level, bound in zip(LEVELS, _bounds(distribution, natural)):
+        if bound is None:
+            moves.append(None)
+            continue
+        if is_end:
+            held = _held(natural, level, bound, now)
+        else:
+            held = 0.0 if is_cut or now >= bound else _will_hold(level, alive_now)
+        moves.append(held - (0.0 if start >= bound else _will_hold(level, alive)))
+    return moves
 
 
 def _natural(distribution: LengthDistribution) -> LengthDistribution:
@@ -98,23 +111,14 @@ def _bounds(distribution: LengthDistribution, natural: LengthDistribution) -> li
     ]
 
 
-def _hit(
-    distribution: LengthDistribution,
-    level: float,
-    bound: int,
-    length: int,
-    is_end: bool,
-    goes_on: bool,
-) -> float:
-    """How far the quantile held, 0 to 1.
+def _will_hold(level: float, alive: float) -> float:
+    """The probability that an answer which goes on ends within its quantile; `alive`: the one that
+    it gets as far as it is, which is short of the quantile."""
+    return max(0.0, 1.0 - (1.0 - level) / alive)
 
-    An ended answer gives 1 or 0 (a fraction at the bound itself); an answer of `length` tokens that
-    `goes_on` gives the probability that it will end within the bound.
-    """
-    if not is_end:
-        if not goes_on or length >= bound:
-            return 0.0
-        return max(0.0, 1.0 - (1.0 - level) / distribution.survival(length))
+
+def _held(distribution: LengthDistribution, level: float, bound: int, length: int) -> float:
+    """Whether an ended answer kept within its quantile: 1 or 0, a fraction at the bound itself."""
     if length != bound:
         return float(length < bound)
     # At the bound itself: what makes the expectation `level` exactly.

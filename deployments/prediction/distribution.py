@@ -24,10 +24,9 @@ Ints = NDArray[np.int64]
 MAX_LENGTH = 1 << 20
 GROWTH = 1.22
 MIN_HAZARD, MAX_HAZARD = 1e-7, 1.0 - 1e-7
-_ROW = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
+LIFT = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
 _TINY = 1e-300
 _SLACK = 1e-6  # of a token: rounding must not push a quantile to the next length
-_MIDDLES = np.array([1, 3, 5, 7]) / 8  # of the quarters of a distribution
 
 
 def _make_knots() -> Ints:
@@ -42,6 +41,7 @@ WIDTHS = np.diff(KNOTS)  # [bins]
 NUM_BINS = len(WIDTHS)
 _KNOTS = KNOTS.astype(np.float64)
 _WIDTHS = WIDTHS.astype(np.float64)
+_FIRST = np.zeros((1, 1), np.int64)
 _KNOT_LIST: list[int] = KNOTS.tolist()  # single look-ups are faster in plain numbers
 
 
@@ -56,9 +56,11 @@ def bin_of(length: int) -> int:
 
 def cumulative_hazard(hazards: Floats) -> Floats:
     """[..., bins] hazards P(L in bin | L reaches it) -> [..., bins + 1], 0 at the left end."""
-    steps = -np.log1p(-np.clip(hazards, MIN_HAZARD, MAX_HAZARD))
     total = np.zeros((*hazards.shape[:-1], NUM_BINS + 1))
-    np.cumsum(steps, axis=-1, out=total[..., 1:])
+    steps = total[..., 1:]
+    np.minimum(np.maximum(hazards, MIN_HAZARD), MAX_HAZARD, out=steps)
+    np.negative(np.log1p(np.negative(steps, out=steps), out=steps), out=steps)
+    np.cumsum(steps, axis=-1, out=steps)
     return total
 
 
@@ -99,12 +101,24 @@ class LengthDistribution:
     def sample(self, uniform: float) -> int:
         """The length that inverse transform gives for a uniform number in [0, 1)."""
         target = self._hazard_at(self._now) - math.log1p(-uniform)
-        k = int(np.searchsorted(self.cumulative, target, side="right")) - 1
+        k = int(self.cumulative.searchsorted(target, side="right")) - 1
         k = min(max(k, 0), NUM_BINS - 1)
         low, died = self._bin(k)
         share = min(-math.expm1(low - target) / max(died, _TINY), 1.0)
         length = math.ceil(_KNOT_LIST[k] + share * _width(k) - _SLACK)
         return max(min(max(length, self._now + 1), self.ceiling), self.generated)
+
+    def sample_remaining(self, generated: int, uniforms: Floats) -> Ints:
+        """As StackedDistributions.sample_remaining, of this one alone: [samples] -> [samples]."""
+        now = min(max(generated, self.min_tokens), MAX_LENGTH)
+        target = -np.log1p(-uniforms)
+        if now > 0:
+            target += hazards_at(self.cumulative, _FIRST, np.array([[now]]))[0]
+        k = places_of(self.cumulative, _FIRST, target)[0]
+        low = self.cumulative[k]
+        length = lengths_in(k, low, -np.expm1(low - self.cumulative[k + 1]), target)
+        most = MAX_LENGTH if self.max_tokens is None else self.max_tokens
+        return np.maximum(np.minimum(np.maximum(length, now + 1), most) - generated, 0)
 
     @property
     def ceiling(self) -> int:
@@ -142,6 +156,8 @@ class LengthDistribution:
         return low, -math.expm1(low - float(self.cumulative[k + 1]))
 
     def _hazard_at(self, length: int) -> float:
+        if length == 0:
+            return 0.0
         k = min(bisect_right(_KNOT_LIST, length) - 1, NUM_BINS - 1)
         low, died = self._bin(k)
         share = (length - _KNOT_LIST[k]) / _width(k)
@@ -152,14 +168,14 @@ class LengthDistribution:
 class StackedDistributions:
     """The distributions of n answers in one array, evaluated together."""
 
-    flat: Floats  # [n * (bins + 1)] cumulative hazards, _ROW higher in each row: one sorted array
+    flat: Floats  # [n * (bins + 1)] cumulative hazards, LIFT higher in each row: one sorted array
     max_tokens: Ints  # [n], MAX_LENGTH where there is no limit
     min_tokens: Ints  # [n]
 
     def take(self, rows: Ints) -> StackedDistributions:
         """The distributions of these rows [m], in this order."""
         table = self.flat.reshape(-1, NUM_BINS + 1)[rows]
-        moved = table + _ROW * (np.arange(len(rows)) - rows)[:, None]
+        moved = table + LIFT * (np.arange(len(rows)) - rows)[:, None]
         return StackedDistributions(moved.ravel(), self.max_tokens[rows], self.min_tokens[rows])
 
     def sample_remaining(self, generated: Ints, uniforms: Floats) -> Ints:
@@ -171,30 +187,38 @@ class StackedDistributions:
         """
         now = np.minimum(np.maximum(generated, self.min_tokens), MAX_LENGTH)[:, None]
         first = (NUM_BINS + 1) * np.arange(len(uniforms))[:, None]
-        target = self._hazard_at(now) - np.log1p(-uniforms)  # [n, samples], with the row's offset
-        place = np.searchsorted(self.flat, target.ravel(), side="right").reshape(uniforms.shape) - 1
-        place = np.minimum(np.maximum(place, first), first + NUM_BINS - 1)
+        target = hazards_at(self.flat, first, now) - np.log1p(-uniforms)
+        place = places_of(self.flat, first, target)
         low = self.flat[place]
-        died = -np.expm1(low - self.flat[place + 1])
-        share = np.minimum(-np.expm1(low - target) / np.maximum(died, _TINY), 1.0)
-        k = place - first
-        length = np.ceil(_KNOTS[k] + share * _WIDTHS[k] - _SLACK).astype(np.int64)
+        length = lengths_in(place - first, low, -np.expm1(low - self.flat[place + 1]), target)
         ends = np.minimum(np.maximum(length, now + 1), self.max_tokens[:, None])
         return np.maximum(ends - generated[:, None], 0)
 
-    def mean_remaining(self, generated: Ints) -> Floats:
-        """[n] tokens still to come, on average, from the middles of a distribution's quarters."""
-        middles = np.broadcast_to(_MIDDLES, (len(generated), len(_MIDDLES)))
-        return self.sample_remaining(generated, middles).mean(axis=-1)
 
-    def _hazard_at(self, lengths: Ints) -> Floats:
-        """[n, m] whole lengths up to MAX_LENGTH -> [n, m] cumulative hazards, with the offset."""
-        k = np.minimum(np.searchsorted(KNOTS, lengths, side="right") - 1, NUM_BINS - 1)
-        place = k + (NUM_BINS + 1) * np.arange(len(lengths))[:, None]
-        low = self.flat[place]
-        died = -np.expm1(low - self.flat[place + 1])
-        share = (lengths - _KNOTS[k]) / _WIDTHS[k]
-        return low - np.log1p(-np.minimum(share * died, MAX_HAZARD))
+def hazards_at(flat: Floats, first: Ints, lengths: Ints) -> Floats:
+    """[n, m] whole lengths up to MAX_LENGTH -> [n, m] cumulative hazards, lifted as in `flat`.
+
+    first [n, 1]: where each distribution begins in `flat`.
+    """
+    k = np.minimum(np.searchsorted(KNOTS, lengths, side="right") - 1, NUM_BINS - 1)
+    place = k + first
+    low = flat[place]
+    died = -np.expm1(low - flat[place + 1])
+    share = (lengths - _KNOTS[k]) / _WIDTHS[k]
+    return low - np.log1p(-np.minimum(share * died, MAX_HAZARD))
+
+
+def places_of(flat: Floats, first: Ints, target: Floats) -> Ints:
+    """[n, m] lifted cumulative hazards -> [n, m] the bin in `flat` that each lies in."""
+    place = np.searchsorted(flat, target.ravel(), side="right").reshape(target.shape) - 1
+    return np.minimum(np.maximum(place, first), first + NUM_BINS - 1)
+
+
+def lengths_in(k: Ints, low: Floats, died: Floats, target: Floats) -> Ints:
+    """[n, m] the length at which the cumulative hazard is `target`, in bin k, which begins at
+    `low` and in which a share `died` of those ends that reach it."""
+    share = np.minimum(-np.expm1(low - target) / np.maximum(died, _TINY), 1.0)
+    return np.ceil(_KNOTS[k] + share * _WIDTHS[k] - _SLACK).astype(np.int64)
 
 
 def stack(distributions: Sequence[LengthDistribution]) -> StackedDistributions:
@@ -203,7 +227,7 @@ def stack(distributions: Sequence[LengthDistribution]) -> StackedDistributions:
     table = np.array([each.cumulative for each in distributions])
     table = table.reshape(len(distributions), NUM_BINS + 1)
     return StackedDistributions(
-        (table + _ROW * np.arange(len(distributions))[:, None]).ravel(),
+        (table + LIFT * np.arange(len(distributions))[:, None]).ravel(),
         np.array(limits, np.int64),
         np.array([each.min_tokens for each in distributions], np.int64),
     )

@@ -10,10 +10,10 @@ against 6.76 in the benchmark). Old counts fade by 0.999 a completion, a half-li
 
 from __future__ import annotations
 
-import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,6 @@ from penstock.deployments.prediction.distribution import (
     NUM_BINS,
     WIDTHS,
     Floats,
-    bin_of,
 )
 
 DECAY = 0.999
@@ -38,15 +37,24 @@ PRIOR_WEIGHT = 2.0  # and the prior's, at the top
 PRIOR_MEDIAN, PRIOR_SIGMA = 150.0, 1.2  # log-normal: chat traffic, broadly
 PRIOR_CANCEL = 1e-3  # cancelled per bin, before anything is known
 MAX_GROUPS = 8192  # of 1 kB each
-_KNOTS, _WIDTHS = KNOTS[:-1].astype(np.float64), WIDTHS.astype(np.float64)
+_KNOT_LIST: list[int] = KNOTS.tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """One answer's evidence about one way of ending: exposure, and the event if any."""
+    """One answer's evidence about one way of ending: exposure, and the event if any.
 
-    at_risk: Floats  # [bins] 0..1: share of the bin in which the end could have been seen
+    Only of the bins from `first` on that were watched: what a running answer adds lies in a few.
+    """
+
+    first: int
+    at_risk: Floats  # [m] 0..1: share of each bin in which the end could have been seen
     event: int | None  # the bin in which it came; None: something else ended the watch first
+
+    @property
+    def bins(self) -> slice:
+        """Of the bins that were watched."""
+        return slice(self.first, self.first + len(self.at_risk))
 
 
 def exposure(start: int, end: int, event: bool, limit: int | None = None) -> Exposure:
@@ -57,22 +65,34 @@ def exposure(start: int, end: int, event: bool, limit: int | None = None) -> Exp
     with the same share as a cut does, or the ones that ended would weigh too much.
     """
     end = min(max(end, 1 if event else 0), MAX_LENGTH)
-    watched = _reached(end)
+    last = max(bisect_left(_KNOT_LIST, end) - 1, 0)  # as bin_of
+    first = min(max(bisect_right(_KNOT_LIST, start) - 1, 0), last)
+    watched = [1.0] * (last + 1 - first)
+    watched[-1] = _reached(last, end)
     place = None
     if event:
-        place = bin_of(end)
+        place = last
         reach = MAX_LENGTH if limit is None else max(limit, end)
-        watched[place] = min((reach - KNOTS[place]) / WIDTHS[place], 1.0)
+        watched[-1] = _reached(place, reach)
     if start > 0:
-        watched = np.maximum(watched - _reached(start), 0.0)
-        if place is not None and watched[place] <= 0.0:
+        watched[0] = max(watched[0] - _reached(first, start), 0.0)
+        if place == first and watched[0] <= 0.0:
             place = None  # ended before min_tokens by a limit that others enforce: no evidence
-    return Exposure(watched, place)
+    return Exposure(first, np.array(watched), place)
 
 
-def _reached(length: int) -> Floats:
-    """[bins] the share of each bin that lies below `length`."""
-    return np.minimum(np.maximum((length - _KNOTS) / _WIDTHS, 0.0), 1.0)
+def exposures(starts: Sequence[int], ends: Sequence[int]) -> Floats:
+    """[n, bins] `at_risk` of several answers that go on, of all bins."""
+    reached = np.array((ends, starts))[..., None]  # [2, n, 1]
+    shares = np.minimum(np.maximum((reached - KNOTS[:-1]) / WIDTHS, 0.0), 1.0)
+    seen: Floats = shares[0] - shares[1]
+    return seen
+
+
+def _reached(place: int, length: int) -> float:
+    """The share of a bin that lies below `length`."""
+    low = _KNOT_LIST[place]
+    return min(max((length - low) / (_KNOT_LIST[place + 1] - low), 0.0), 1.0)
 
 
 @dataclass(slots=True)
@@ -91,7 +111,7 @@ class Counts:
 
     def watch(self, seen: Exposure) -> None:
         """Add exposure of an answer that still runs: nothing fades, as none has ended."""
-        self.both[1] += seen.at_risk
+        self.both[1, seen.bins] += seen.at_risk
 
     def add(self, seen: Exposure) -> None:
         """Add the rest of the exposure of an answer that has ended."""
@@ -116,12 +136,25 @@ class HazardTree:
 
     def hazards_and_finer(self, path: Sequence[Hashable], finer: Hashable) -> Floats:
         """[2, bins]: `hazards(path)` and `hazards([*path, finer])`, the shared part done once."""
-        *above, last = self._own_counts(path) or [_NOTHING]
-        h, weight = _borrowing(self.prior, PRIOR_WEIGHT, above)
-        coarse = fine = _borrowing(h, weight, [last])[0]
-        if counts := self.groups.get(finer):
-            fine = _borrowing(h, weight, [_others(last, counts.both), counts.both])[0]
-        return np.minimum(np.maximum(np.stack((coarse, fine)), MIN_HAZARD), MAX_HAZARD)
+        return self.hazards_of([(path, finer)])[0]
+
+    def hazards_of(self, answers: Iterable[tuple[Sequence[Hashable], Hashable]]) -> Floats:
+        """[n, 2, bins]: `hazards_and_finer` of each."""
+        shared: dict[tuple[Hashable, ...], tuple[Floats, Floats, Floats, Floats | float]] = {}
+        found = []
+        for path, finer in answers:
+            key = tuple(path)
+            if key not in shared:
+                *above, last = self._own_counts(path) or [_NOTHING]
+                h, weight = _borrowing(self.prior, PRIOR_WEIGHT, above)
+                shared[key] = _borrowing(h, weight, [last])[0], last, h, weight
+            coarse, last, h, weight = shared[key]
+            fine = coarse
+            if counts := self.groups.get(finer):
+                fine = _borrowing(h, weight, [_others(last, counts.both), counts.both])[0]
+            found += [coarse, fine]
+        hazards = np.array(found).reshape(-1, 2, NUM_BINS)
+        return np.minimum(np.maximum(hazards, MIN_HAZARD), MAX_HAZARD)
 
     def weights(self, path: Sequence[Hashable], place: int) -> list[float]:
         """What prior and groups contribute to the hazard of one bin; sums up to 1.
@@ -139,26 +172,36 @@ class HazardTree:
     def _own_counts(self, path: Sequence[Hashable]) -> list[Floats]:
         """[2, bins] of each known group: its counts without those of the next one in the path."""
         known = [counts.both for key in path if (counts := self.groups.get(key))]
-        return [_others(one, other) for one, other in itertools.pairwise(known)] + known[-1:]
+        if len(known) < 2:
+            return known
+        groups = np.array(known)
+        return [*_others(groups[:-1], groups[1:]), known[-1]]
 
     def watch(self, path: Sequence[Hashable], seen: Exposure) -> None:
         """Count exposure of an answer that still runs."""
         for counts in self._used(path):
             counts.watch(seen)
 
+    def watch_sums(self, groups: Iterable[Hashable], at_risk: Floats) -> None:
+        """The same of several answers: [groups, bins] what the answers of each group add."""
+        for counts, added in zip(self._used(groups), at_risk):
+            counts.both[1] += added
+
     def add(self, path: Sequence[Hashable], seen: Exposure) -> None:
         """Count the end; `seen` leaves out what `watch` has counted."""
         for counts in self._used(path):
             counts.add(seen)
 
-    def _used(self, path: Sequence[Hashable]) -> list[Counts]:
-        """The counts of each group of `path`, made if missing; drops the least recently used."""
+    def _used(self, groups: Iterable[Hashable]) -> list[Counts]:
+        """The counts of each of these groups, made if missing; drops the least recently used."""
         used = []
-        for key in path:
-            if key not in self.groups:
-                self.groups[key] = Counts()
-            self.groups.move_to_end(key)
-            used.append(self.groups[key])
+        for key in groups:
+            counts = self.groups.get(key)
+            if counts is None:
+                counts = self.groups[key] = Counts()
+            else:
+                self.groups.move_to_end(key)
+            used.append(counts)
         while len(self.groups) > self._max_groups:
             self.groups.popitem(last=False)
         return used
@@ -168,12 +211,12 @@ _NOTHING = np.zeros((2, NUM_BINS))
 
 
 def _others(parent: Floats, child: Floats) -> Floats:
-    """[2, bins] what the parent counted in addition to the child.
+    """[..., 2, bins] what the parent counted in addition to the child.
 
     Counts fade at different rates, so a child may have more than its parent: then there are none.
     """
     left = np.maximum(parent - child, 0.0)
-    np.maximum(left[1], left[0], out=left[1])
+    np.maximum(left[..., 1, :], left[..., 0, :], out=left[..., 1, :])
     return left
 
 

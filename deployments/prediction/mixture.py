@@ -57,14 +57,14 @@ class Steps:
 def log_likelihood(hazards: Floats, seen: Exposure) -> Floats:
     """[experts, bins] -> [experts] ln P of what was seen: ln(1 - h) survived, ln h at the end."""
     if seen.event is None:
-        return np.log1p(-hazards) @ seen.at_risk
-    before = np.log1p(-hazards[:, : seen.event]) @ seen.at_risk[: seen.event]
+        return np.log1p(-hazards[:, seen.bins]) @ seen.at_risk
+    before = np.log1p(-hazards[:, seen.first : seen.event]) @ seen.at_risk[:-1]
     return before + np.log(hazards[:, seen.event])
 
 
 def gradient(hazards: Floats, seen: Exposure) -> Floats:
     """[experts, bins] -> [experts] d(-ln P) / d(shift of all logits): expected minus seen ends."""
-    return hazards @ seen.at_risk - float(seen.event is not None)
+    return hazards[:, seen.bins] @ seen.at_risk - float(seen.event is not None)
 
 
 def gradient_of_mixture(steps: Steps, seen: Exposure) -> float:

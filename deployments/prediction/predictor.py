@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,6 +37,7 @@ from penstock.deployments.prediction.hazards import (
     HazardTree,
     cancel_prior,
     exposure,
+    exposures,
     length_prior,
 )
 from penstock.deployments.prediction.mixture import (
@@ -45,7 +47,7 @@ from penstock.deployments.prediction.mixture import (
     gradient_of_mixture,
     log_likelihood,
 )
-from penstock.deployments.prediction.residual import LengthResidual
+from penstock.deployments.prediction.residual import LengthResidual, words_of
 
 MAX_MODELS = 256
 GROUPS = ("all", "model", "tenant", "template")
@@ -105,6 +107,8 @@ class LengthPredictor:
         self.residual = LengthResidual(NUM_FACTS)
         self.everyone = Trust()  # what a model starts from
         self.models: OrderedDict[str, Trust] = OrderedDict()
+        # The last prediction: an answer is often learnt from just after it was predicted.
+        self._last: tuple[Features, Steps] | None = None  # None: something was learnt since
 
     def predict(self, features: Features, *, with_cancels: bool = False) -> LengthDistribution:
         """Distribution of the answer's length; with cancels, of how long it holds its memory.
@@ -118,13 +122,36 @@ class LengthPredictor:
             cumulative = self._steps(features).cumulative
         if with_cancels:
             cumulative = cumulative + cumulative_hazard(self.cancels.hazards(features.path()))
-        return _distribution(features, cumulative)
+        return distribution_of(features, cumulative)
 
     def predict_both(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         """`predict` without and with cancels, for little more than the price of one."""
         distribution = self.predict(features)
         cancels = cumulative_hazard(self.cancels.hazards(features.path()))
-        return distribution, _distribution(features, distribution.cumulative + cancels)
+        return distribution, distribution_of(features, distribution.cumulative + cancels)
+
+    def steps_of(self, requests: Sequence[Features]) -> list[Steps]:
+        """The predictions of several requests: less at once than one by one.
+
+        Raises ValueError for a text that `digest_text` cannot have made.
+        """
+        if not requests:
+            return []
+        counted = self.ends.hazards_of((each.path(), each.size_group()) for each in requests)
+        rows = self.residual.rows([words_of(each) for each in requests])
+        shifts = [self.residual.shift(row) for row in rows]
+        odds = np.array([math.exp(-shift) for shift in shifts])[:, None, None]
+        shifted = counted / (counted + (1.0 - counted) * odds)
+        hazards = np.concatenate((counted, shifted), axis=1)  # [requests, experts, bins]
+        trusts = [self.models.get(each.model, self.everyone) for each in requests]
+        # A mixture of distributions mixes their survivals; in logarithms, to keep the tail.
+        weights = np.array([each.log_weights for each in trusts])[..., None]
+        mixed = -np.logaddexp.reduce(weights - cumulative_hazard(hazards), axis=1)
+        mixed[:, 0] = 0.0
+        return [
+            Steps(row, shift, own, trust, calibrate(one, trust.levels))
+            for row, shift, own, trust, one in zip(rows, shifts, hazards, trusts, mixed)
+        ]
 
     def progress(self, watch: Watch, generated: int) -> None:
         """Learn from an answer that has `generated` tokens and goes on: it is censored there.
@@ -134,22 +161,61 @@ class LengthPredictor:
         expectation under the true distribution is zero wherever they stop, so that no answer
         weighs more because it was short.
         """
-        features, reached = watch.features, generated - 1  # the last token may be the end
-        if not watch.is_due(generated):
+        self.progress_all([(watch, generated)])
+
+    def progress_all(self, answers: Iterable[tuple[Watch, int]]) -> None:
+        """`progress` of several answers at once, which costs much less than one by one."""
+        due: list[tuple[Watch, int]] = []
+        costly: list[tuple[Watch, int]] = []
+        for watch, generated in answers:
+            if not watch.is_due(generated):
+                continue
+            features, reached = watch.features, generated - 1  # the last token may be the end
+            if features.max_tokens is not None:
+                reached = min(reached, features.max_tokens)
+            due.append((watch, reached))
+            if not features.ignore_eos and watch.is_costly(generated):
+                costly.append((watch, reached))
+        if costly:
+            all_steps = self.steps_of([watch.features for watch, _ in costly])
+            for (watch, reached), steps in zip(costly, all_steps):
+                features, start = watch.features, max(watch.features.min_tokens, watch.learnt)
+                seen = exposure(start, reached, False, features.max_tokens)
+                self._learn(features, steps, seen, watch.learnt, reached)
+                watch.learnt = reached
+        if due:
+            self._last = None
+            self._count(due)
+        for watch, reached in due:
+            watch.counted = reached
+
+    def _count(self, due: Sequence[tuple[Watch, int]]) -> None:
+        """In the groups, that these answers go on."""
+        plain = []
+        for watch, reached in due:
+            features = watch.features
+            if features.ignore_eos or features.min_tokens > watch.counted:  # clients may leave
+                limit = features.max_tokens
+                left = exposure(watch.counted, reached, False, limit)
+                self.cancels.watch(features.path(), left)
+                if not features.ignore_eos:
+                    seen = exposure(features.min_tokens, reached, False, limit)
+                    self.ends.watch([*features.path(), features.size_group()], seen)
+            else:
+                plain.append((watch, reached))
+        groups: dict[Hashable, list[int]] = {}
+        sizes: dict[Hashable, list[int]] = {}
+        for i, (watch, _) in enumerate(plain):
+            for key in watch.features.path():
+                groups.setdefault(key, []).append(i)
+            sizes.setdefault(watch.features.size_group(), []).append(i)
+        if not plain:
             return
-        limit = features.max_tokens
-        reached = reached if limit is None else min(reached, limit)
-        if not features.ignore_eos and watch.is_costly(generated):
-            start = max(features.min_tokens, watch.learnt)
-            self._learn(features, exposure(start, reached, False, limit), watch.learnt, reached)
-            watch.learnt = reached
-        path = features.path()
-        self.cancels.watch(path, exposure(watch.counted, reached, False, limit))
-        if not features.ignore_eos:
-            start = max(features.min_tokens, watch.counted)
-            path.append(features.size_group())
-            self.ends.watch(path, exposure(start, reached, False, limit))
-        watch.counted = reached
+        seen_all = exposures([watch.counted for watch, _ in plain], [end for _, end in plain])
+        of_groups = _belonging(groups, len(plain)) @ seen_all
+        self.cancels.watch_sums(groups, of_groups)
+        self.ends.watch_sums(groups, of_groups)
+        self.ends.watch_sums(sizes, _belonging(sizes, len(plain)) @ seen_all)
 
     def observe(
         self, features: Features, length: int, ended: Ended | str, watch: Watch | None = None
@@ -160,6 +226,17 @@ class LengthPredictor:
         and will go on (preemption, a worker's death), nor for those that an error ended. Raises
         ValueError naming what does not fit.
         """
+        self.observe_predicted(features, None, length, ended, watch)
+
+    def observe_predicted(
+        self,
+        features: Features,
+        steps: Steps | None,
+        length: int,
+        ended: Ended | str,
+        watch: Watch | None = None,
+    ) -> None:
+        """`observe`, with its prediction from `steps_of`, if it was made."""
         ended = _ended(ended)
         if length < 0:
             raise ValueError(f"length must be 0 or more, not {length}")
@@ -179,9 +256,10 @@ class LengthPredictor:
         seen = exposure(max(features.min_tokens, learnt), length, stopped, limit)
         if seen.event is None and not seen.at_risk.any() and not counted:
             return
-        self._learn(features, seen, learnt, length, ended)
+        self._learn(features, steps or self._steps(features), seen, learnt, length, ended)
         counts = exposure(max(features.min_tokens, counted), length, stopped, limit)
         self.ends.add([*path, features.size_group()], counts)
+        self._last = None
 
     def explain(self, features: Features) -> Explanation:
         """How the groups and the text contributed, and the resulting quantiles."""
@@ -206,19 +284,9 @@ class LengthPredictor:
         )
 
     def _steps(self, features: Features) -> Steps:
-        counted = self.ends.hazards_and_finer(features.path(), features.size_group())
-        digest = features.text
-        hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
-        row = self.residual.row(hashes, features.facts())
-        shift = self.residual.shift(row)
-        shifted = counted / (counted + (1.0 - counted) * math.exp(-shift))
-        hazards = np.concatenate((counted, shifted))
-        trust = self.models.get(features.model, self.everyone)
-        # A mixture of distributions mixes their survivals; in logarithms, to keep the tail.
-        alive = trust.log_weights[:, None] - cumulative_hazard(hazards)
-        mixed = -np.logaddexp.reduce(alive, axis=0)
-        mixed[0] = 0.0
-        return Steps(row, shift, hazards, trust, calibrate(mixed, trust.levels))
+        if self._last is None or self._last[0] != features:
+            self._last = features, self.steps_of([features])[0]
+        return self._last[1]
 
     def _trust_of(self, model: str) -> Trust:
         if model not in self.models:
@@ -231,32 +299,45 @@ class LengthPredictor:
     def _learn(
         self,
         features: Features,
+        steps: Steps,
         seen: Exposure,
         start: int,
         now: int,
         ended: Ended | None = None,
     ) -> None:
-        """All but the counts, from tokens `start` to `now`; None: the answer goes on."""
-        steps = self._steps(features)
+        """All but the counts, from tokens `start` to `now`; None: the answer goes on.
+
+        `steps`: of its prediction.
+        """
         own = self._trust_of(features.model)
         moves = surprise(
-            _distribution(features, steps.cumulative),
+            distribution_of(features, steps.cumulative),
             start,
             now,
             is_end=ended is Ended.STOP,
             is_cut=ended is Ended.LENGTH,
         )
         likelihood = log_likelihood(steps.hazards, seen)
+        likelihood -= likelihood[0]
         for trust in (own, self.everyone):
             trust.levels = adapted(trust.levels, moves)
             # Exponential weights: log-likelihood of this answer relative to the groups alone.
             kept = 1.0 if ended is None else MEMORY
-            trust.evidence = kept * trust.evidence + (likelihood - likelihood[0])
+            trust.evidence = kept * trust.evidence + likelihood
         gradient = gradient_of_mixture(steps, seen)
         self.residual.learn(steps.row, gradient, is_new=ended is not None)
+        self._last = None
 
 
-def _distribution(features: Features, cumulative: Floats) -> LengthDistribution:
+def _belonging(groups: Mapping[Hashable, Sequence[int]], num: int) -> Floats:
+    """[groups, num] 1 where an answer is in the group."""
+    belongs = np.zeros((len(groups), num))
+    for row, members in zip(belongs, groups.values()):
+        row[members] = 1.0
+    return belongs
+
+
+def distribution_of(features: Features, cumulative: Floats) -> LengthDistribution:
     return LengthDistribution(
         cumulative, max_tokens=features.max_tokens, min_tokens=features.min_tokens
     )

@@ -8,12 +8,15 @@ online (7.36 nats against 6.71 of the plain histogram after 3,000 requests), one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.deployments.prediction.distribution import Floats
+from penstock.deployments.prediction.features import NUM_FACTS, Features
 
 HASH_BITS = 18
 MAX_SHIFT = 3.0
@@ -25,17 +28,47 @@ CLIP = 4.0  # standard deviations of a dense fact
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One request's features, ready to be multiplied: [words] indices and values, [facts]."""
+class Words:
+    """One request's features: [words] indices and values, [num_facts] facts."""
 
     indices: NDArray[np.int64]
     values: Floats  # +-1/sqrt(words), the sign hashed: collisions cancel on average
-    dense: Floats  # standardised, 0 where unknown
     facts: Floats  # as given, NaN where unknown
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The same, ready to be multiplied."""
+
+    indices: NDArray[np.int64]
+    values: Floats
+    dense: Floats  # standardised, 0 where unknown
+    facts: Floats
+
+
+def words_in(hashes: NDArray[np.uint32], facts: Floats) -> Words:
+    """`facts` [num_facts], NaN where unknown."""
+    indices = (hashes & ((1 << HASH_BITS) - 1)).astype(np.int64)
+    signs = np.where(hashes >> 31, 1.0, -1.0)
+    return Words(indices, signs / np.sqrt(max(len(signs), 1)), facts)
+
+
+@lru_cache(maxsize=1024)  # of some 2 kB: a request is learnt from several times
+def words_of(features: Features) -> Words:
+    """The features of one request as numbers, not to be changed.
+
+    Raises ValueError for a text that `digest_text` cannot have made.
+    """
+    facts = features.facts()
+    if len(facts) != NUM_FACTS:
+        raise ValueError(f"features of a text have {NUM_FACTS} facts, not {len(facts)}")
+    digest = features.text
+    hashes = digest.hashes() if digest is not None else np.zeros(0, np.uint32)
+    return words_in(hashes, facts)
+
+
 class LengthResidual:
-    """The shift g(x). All arrays are the state; `row` does not change it, `learn` does."""
+    """The shift g(x). All arrays are the state; `rows` does not change it, `learn` does."""
 
     def __init__(self, num_facts: int):
         size = 1 << HASH_BITS
@@ -47,14 +80,15 @@ class LengthResidual:
         self.means = np.zeros(num_facts)
         self.spreads = np.zeros(num_facts)  # sums of squared deviations (Welford)
 
-    def row(self, hashes: NDArray[np.uint32], facts: Floats) -> Row:
-        """Features of one request; `facts` [num_facts], NaN where unknown."""
-        indices = (hashes & ((1 << HASH_BITS) - 1)).astype(np.int64)
-        signs = np.where(hashes >> 31, 1.0, -1.0)
+    def rows(self, requests: Sequence[Words]) -> list[Row]:
+        """Features of each request, standardised by what was seen so far."""
+        facts = np.array([each.facts for each in requests])
         deviation = np.sqrt(self.spreads / np.maximum(self.counts, 1.0) + 1e-3)
         dense = np.minimum(np.maximum((facts - self.means) / deviation, -CLIP), CLIP)
         dense[np.isnan(dense) | (self.counts < 2)] = 0.0
-        return Row(indices, signs / np.sqrt(max(len(signs), 1)), dense, facts)
+        return [
+            Row(each.indices, each.values, own, each.facts) for each, own in zip(requests, dense)
+        ]
 
     def shift(self, row: Row) -> float:
         g = self.sparse[row.indices] @ row.values + self.dense @ row.dense

@@ -354,6 +354,23 @@ def _scale_row(row: Mapping[str, Any]) -> tuple[object, ...]:
     )
 
 
+def gate_request(result: Result) -> str:
+    parts = ("predict", "offer", "tick", "reports", "learn, running", "learn, ends")
+    head = ("load", "refused", "answer, tokens", "CPU a request", *parts, "the rest")
+    rows = [
+        (
+            name,
+            f"{row['refused']:.0f} of {row['requests']:.0f}",
+            fixed(row["answer_tokens"], 0),
+            fixed(row["us"] / 1e3, 2, " ms"),
+            *(fixed(row["parts_us"][part] / 1e3, 2) for part in parts),
+            fixed((row["us"] - sum(row["parts_us"][part] for part in parts)) / 1e3, 2),
+        )
+        for name, row in result.figures["cases"].items()
+    ]
+    return markdown(head, rows)
+
+
 def state_stores(result: Result) -> str:
     head = (
         *("store", "records a call", "callers", "appends/s", "client's CPU an append"),

@@ -53,7 +53,7 @@ class Slo:
 class Source:
     """Requests of one kind."""
 
-    kind: str  # "azure", "ppl", "reasoning"
+    kind: str  # "azure", "ppl", "reasoning", "words"
     share: float = 1.0
     tenants: tuple[str, ...] = ("",)
     max_tokens: int = 1024
@@ -155,6 +155,13 @@ def shapes_of(kind: str, num: int, rng: np.random.Generator, folder: Path) -> li
             Shape(int(np.clip(p, 8, 4000)), max(int(n), 1))
             for p, n in zip(prompts.tolist(), natural.tolist())
         ]
+    if kind == "words":
+        natural = np.exp(rng.normal(np.log(250.0), 0.9, num))
+        sizes = np.clip(np.exp(rng.normal(np.log(60.0), 0.8, num)), 4, 600).astype(int)
+        return [
+            Shape(2 * size, max(int(n), 1), digest_text(_words(size, rng)))
+            for size, n in zip(sizes.tolist(), natural.tolist())
+        ]
     if kind == "ppl":
         texts = read_texts(folder)
         if num > len(texts):
@@ -165,6 +172,11 @@ def shapes_of(kind: str, num: int, rng: np.random.Generator, folder: Path) -> li
         return [texts[i] for i in rng.permutation(len(texts))[:num].tolist()]
     rows = read_azure(folder)
     return [rows[i] for i in rng.integers(len(rows), size=num).tolist()]
+
+
+def _words(num: int, rng: np.random.Generator) -> str:
+    """A prompt of made-up words, few of them frequent, as in a language. It tells nothing."""
+    return " ".join(f"w{each}" for each in (rng.zipf(1.3, num) % 20_000).tolist())
 
 
 @cache
@@ -201,6 +213,12 @@ def _trace(folder: Path, name: str) -> Path:
 
 _CHAT = tuple(f"chat-{i}" for i in range(4))
 LOADS = {
+    "words": Load(
+        "answers of 250 tokens at the median to prompts of made-up words: needs no trace",
+        (Source("words", tenants=_CHAT, max_tokens=2048),),
+        rate=5.0,
+        gpu="7b-int8-a100-80g",
+    ),
     "reasoning": Load(
         "long answers (log-normal, median 1,500), max_tokens 16k, near saturation",
         (Source("reasoning", max_tokens=16_384),),

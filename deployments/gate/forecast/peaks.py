@@ -15,6 +15,8 @@ import numpy as np
 from penstock.deployments.prediction.distribution import Ints
 
 LEAST = np.iinfo(np.int64).min
+FARTHEST = 1 << 22  # steps: no answer has more to go (twice the longest that is predicted)
+USED_BITS = 40  # of the tokens that an answer uses, beside the steps in one number
 
 
 def sampled_peaks(used: Ints, remaining: Ints) -> Ints:
@@ -34,60 +36,93 @@ def sampled_peaks(used: Ints, remaining: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class PeakIndex:
-    """Sampled futures of the running answers, sorted once, to be asked about many candidates."""
+    """Sampled futures of the running answers, sorted once, to be asked about many candidates.
 
-    ends: Ints  # [n, samples] remaining steps, longest first
-    sums: Ints  # [n + 1, samples] tokens used by the first k
-    before: Ints  # [n + 1, samples] peak at the first k ends in this order; row 0: none
-    joint: Ints  # [n, samples] use at each end, were one empty answer more there
+    In each row the answers of one future, the one that runs longest first.
+    """
+
+    places: Ints  # [samples * n] how soon each ends, sorted: each row is lifted above the last
+    lift: Ints  # [samples] the place of an end that is now
+    base: Ints  # [samples] where a row of `places` begins
+    sums: Ints  # [samples, n + 1] tokens used by the first k
+    before: Ints  # [samples, n + 1] peak at the first k ends in this order; column 0: none
+    joint: Ints  # [samples, n + 1] use at each end, were one empty answer more there; then LEAST
+    tail: Ints  # [samples, n + 1] the largest of `joint` from the k-th on
 
     def peaks_with(self, used: int, remaining: Ints, after: int | None = None) -> Ints:
         """Peaks if one more answer ran: remaining [samples] -> [samples]. See `peaks_of`."""
         start = np.array([-1 if after is None else after])
         return self.peaks_of(np.array([used]), remaining[None, :], start)[0]
 
-    def peaks_of(self, used: Ints, remaining: Ints, after: Ints) -> Ints:
+    def peaks_of(
+        self, used: Ints, remaining: Ints, after: Ints, num_after: Ints | None = None
+    ) -> Ints:
         """Peaks for each of several answers, were it the one more.
 
         used [c], remaining [c or 1, samples], after [c] -> [c, samples]. Ends up to its own find
         the candidate there, with `used` and a token a step; later ends do not know of it; and its
         own end is a new place where the peak may be. If it only comes `after` that many steps, it
         does not meet what has ended by then, and the peaks are those from there on; -1: it comes
-        now. One pass over [c, n, samples], nothing is sorted.
+        now. `num_after`: what the method says of `after`, if it was asked. A search for each future
+        of each candidate, nothing is sorted.
         """
         start = np.maximum(after, 0)[:, None]
         used = used[:, None]
         end = start + remaining
-        is_later = self.ends > end[:, None, :]
-        longer = np.count_nonzero(is_later, axis=1)  # answers that end after the candidate
+        longer = self._num_longer(end)  # answers that end after the candidate
         at = np.arange(remaining.shape[1])
-        later = self.before[longer, at]
-        own = self.sums[longer, at] + used + longer * end + remaining
+        later = self.before[at, longer]
+        own = self.sums[at, longer] + used + longer * end + remaining
         first = start - used
-        meets = ~is_later
-        if after.max() >= 0:
-            meets &= self.ends > after[:, None, None]
-        earlier = np.where(meets, self.joint, LEAST)
-        earlier = np.maximum(earlier.max(axis=1, initial=LEAST), first)
-        peaks: Ints = np.maximum(np.maximum(later, own), earlier - first)
+        if after.max() < 0:
+            earlier = self.tail[at, longer]
+        else:
+            last = self.num_after(after) if num_after is None else num_after
+            earlier = self._most_between(longer, last)
+        peaks: Ints = np.maximum(np.maximum(later, own), np.maximum(earlier, first) - first)
         return peaks
 
     def num_after(self, steps: Ints) -> Ints:
         """steps [c] -> [c, samples] answers that still run after that many steps."""
-        return np.count_nonzero(self.ends > steps[:, None, None], axis=1)
+        return self._num_longer(steps[:, None])
+
+    def _num_longer(self, steps: Ints) -> Ints:
+        """[c, samples or 1] -> [c, samples] answers of each future with more steps to go."""
+        found: Ints = self.places.searchsorted(self.lift - steps)
+        return found - self.base
+
+    def _most_between(self, first: Ints, last: Ints) -> Ints:
+        """[c, samples] the largest of `joint` from the `first` on, without `last`; LEAST: none."""
+        row = np.arange(len(self.base)) * self.joint.shape[1]
+        bounds = np.empty((*first.shape, 2), np.int64)
+        np.add(first, row, out=bounds[..., 0])
+        np.add(last, row, out=bounds[..., 1])
+        most = np.maximum.reduceat(self.joint.ravel(), bounds.ravel())[::2]
+        return np.where(last > first, most.reshape(first.shape), LEAST)
 
 
 def index_of(used: Ints, remaining: Ints) -> PeakIndex:
-    """Sort the running answers: used [n], remaining [n, samples]. O(n log n) a sample."""
+    """Sort the running answers: used [n], remaining [n, samples]. O(n log n) a sample.
+
+    Each is one number while they are sorted: how soon it ends, then what it uses.
+    """
     num, samples = remaining.shape
-    order = np.argsort(-remaining, axis=0)
-    ends: Ints = remaining[order, np.arange(samples)]
-    none = np.zeros((1, samples), np.int64)
-    sums = np.concatenate((none, np.cumsum(used[order], axis=0)))
-    at_end = sums[1:] + np.arange(1, num + 1)[:, None] * ends
-    before = np.concatenate((none, np.maximum.accumulate(at_end, axis=0)))
-    joint: Ints = np.add(at_end, ends)
-    return PeakIndex(ends, sums, before, joint)
+    keys = ((FARTHEST - remaining.T) << USED_BITS) | used
+    keys.sort(axis=1)
+    soon = keys >> USED_BITS
+    sums = np.zeros((samples, num + 1), np.int64)
+    np.cumsum(keys & ((1 << USED_BITS) - 1), axis=1, out=sums[:, 1:])
+    ends = FARTHEST - soon
+    at_end = sums[:, 1:] + np.arange(1, num + 1) * ends
+    before = np.zeros((samples, num + 1), np.int64)
+    np.maximum.accumulate(at_end, axis=1, out=before[:, 1:])
+    joint = np.full((samples, num + 1), LEAST)
+    np.add(at_end, ends, out=joint[:, :-1])
+    tail: Ints = np.maximum.accumulate(joint[:, ::-1], axis=1)[:, ::-1]
+    row = np.arange(samples)
+    lift = (2 * FARTHEST) * row
+    places = (soon + lift[:, None]).ravel()
+    return PeakIndex(places, lift + FARTHEST, num * row, sums, before, joint, tail)
 
 
 def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:

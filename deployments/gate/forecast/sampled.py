@@ -143,16 +143,17 @@ class SampledForecast:
         if candidate.longest > self.capacity:
             return np.zeros(len(steps), np.bool_)
         num_alive = self._sorted().num_after(steps)
-        free = len(self.used) + self.slots - num_alive
-        has_slots = order_statistic(-free, self.level) <= -1  # at the quantile, too
         is_empty = ~num_alive.any(axis=1)
         if self._is_plain(candidate):
-            used = np.full(len(steps), candidate.used)
-            peaks = self._sorted().peaks_of(used, candidate.remaining[None, :], steps)
+            used = np.array([candidate.used])
+            peaks = self._sorted().peaks_of(used, candidate.remaining[None, :], steps, num_alive)
             fits = order_statistic(peaks, self.level) <= self.limit
         else:
             fits = np.array([self._holds_after(each, candidate) for each in steps.tolist()])
-        holds: NDArray[np.bool_] = has_slots & (is_empty | fits)
+        holds: NDArray[np.bool_] = is_empty | fits
+        if self.slots < 1:  # at the quantile, too
+            free = len(self.used) + self.slots - num_alive
+            holds &= order_statistic(-free, self.level) <= -1
         return holds
 
     def _holds_after(self, steps: int, candidate: Candidate) -> bool:
@@ -167,7 +168,7 @@ class SampledForecast:
     def _ends(self) -> Ints:
         """Up to MAX_PROBES of the moments at which an answer ends in some future, in order."""
         ends = np.sort(self.remaining, axis=None)
-        ends = ends[np.flatnonzero(np.diff(ends, prepend=ends[0] - 1))]  # each once
+        ends = ends[np.append(True, ends[1:] != ends[:-1])]  # each once
         found: Ints = ends[_spread(0, len(ends) - 1, MAX_PROBES)]
         return found
 

@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 
+from penstock.deployments.gate import learner as learner_module
 from penstock.deployments.gate import server
 from penstock.deployments.gate.learner import GateLearner
 from penstock.deployments.gate.server import GateServer
@@ -54,6 +55,41 @@ def test_running_answers_are_learnt_from_once():
     assert abs(at_risk(often) - at_risk(once)) < 0.1 < at_risk(once) - halfway
     often.progress([Running("a", 400)])  # a late report
     assert not often.learn()
+
+
+def test_what_gathers_is_learnt_from_together_and_is_the_same():
+    """Running answers and ends wait for GATHER_S; what the groups count does not depend on it."""
+    together, alone = GateLearner(LengthPredictor()), GateLearner(LengthPredictor())
+    for learner in (together, alone):
+        for i in range(5):
+            learner.watch(f"r{i}", FEATURES)
+    together.learn_due(1.0, 100.0)  # there is nothing yet
+    for generated in (100, 200, 300):
+        running = [Running(f"r{i}", generated + 10 * i) for i in range(5)]
+        together.progress(running)
+        together.learn_due(1.0, 100.0 + learner_module.GATHER_S / 2)
+        for each in running:
+            alone.progress([each])
+            learn_all(alone)
+    together.labels.append(label("r0", 310))
+    assert not together.predictor.ends.groups and together.num_learnt == 0
+    together.learn_due(1.0, 100.0 + learner_module.GATHER_S)
+    alone.labels.append(label("r0", 310))
+    learn_all(alone)
+    assert together.num_learnt == alone.num_learnt == 1
+    both = [each.predictor.ends.groups[()].both for each in (together, alone)]
+    assert abs(both[0] - both[1]).max() < 0.01
+
+
+def test_a_label_that_cannot_be_read_spoils_no_other():
+    learner = GateLearner(LengthPredictor())
+    bad = label("a", 30)
+    bad.features.text_keys = b"abc"
+    odd = label("b", 30)
+    del odd.features.text_facts[3:]
+    learner.labels.extend([bad, label("c", 30), odd, label("d", 40, "no such end")])
+    learn_all(learner)
+    assert learner.num_learnt == 1
 
 
 def test_an_end_without_a_label_leaves_the_progress_and_nothing_else():

@@ -19,7 +19,6 @@ from penstock.deployments.prediction.distribution import (
     cumulative_hazard,
     stack,
 )
-from penstock.deployments.prediction.hazards import length_prior
 
 LAST = 18  # the random distributions end in this bin, so that all their lengths can be written out
 
@@ -156,14 +155,3 @@ def test_bad_questions():
         distribution.quantile(1.5)
     with pytest.raises(ValueError, match="generated must be 0 or more"):
         distribution.given(-1)
-
-
-def test_the_mean_of_what_remains_is_that_of_many_futures():
-    prior = cumulative_hazard(length_prior())
-    lengths = stack([LengthDistribution(prior, 2000), LengthDistribution(prior, 40)])
-    uniforms = np.tile((np.arange(4000) + 0.5) / 4000, (2, 1))
-    for generated in ([0, 0], [500, 39], [1999, 40]):
-        out = np.array(generated)
-        many = lengths.sample_remaining(out, uniforms).mean(axis=-1)
-        assert lengths.mean_remaining(out) == pytest.approx(many, rel=0.2)
-    assert lengths.mean_remaining(np.array([1999, 40])).tolist() == [1.0, 0.0]

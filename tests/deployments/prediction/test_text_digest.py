@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.deployments.prediction.residual import MAX_SHIFT, LengthResidual
+from penstock.deployments.prediction.residual import MAX_SHIFT, LengthResidual, words_in
 from penstock.deployments.prediction.text_digest import FACTS, digest_ids, digest_text
 
 
@@ -59,7 +59,7 @@ def test_token_ids_belong_to_their_tokenizer():
 
 def rows(residual, words, facts=None):
     facts = np.full(2, np.nan) if facts is None else facts
-    return residual.row(digest_text(words).hashes(), facts)
+    return residual.rows([words_in(digest_text(words).hashes(), facts)])[0]
 
 
 def test_residual_starts_silent_and_learns_a_word():

@@ -69,6 +69,27 @@ def test_one_more_answer_costs_no_new_sort(pairs, used, seed):
 
 
 @settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=8),
+    st.integers(0, 40),
+    st.integers(0, 14),
+    st.integers(0, 999),
+)
+def test_an_answer_that_comes_later_meets_what_runs_then(pairs, used, after, seed):
+    rng = np.random.default_rng(seed)
+    running = np.array([a for a, _ in pairs], np.int64)
+    remaining, candidate = rng.integers(0, 12, (len(pairs), 5)), rng.integers(0, 13, 5)
+    index = index_of(running, remaining)
+    expected = []
+    for column, own in zip(remaining.T.tolist(), candidate.tolist(), strict=True):
+        still = [(a + after, r - after) for a, r in zip(running.tolist(), column) if r > after]
+        expected.append(walked_peak([(a, r, 0, FOREVER) for a, r in [*still, (used, own)]]))
+    assert index.peaks_with(used, candidate, after).tolist() == expected
+    num_after = (remaining > after).sum(axis=0)
+    assert index.num_after(np.array([after])).tolist() == [num_after.tolist()]
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(answer, min_size=3, max_size=3), max_size=7), st.integers(0, 60))
 def test_peaks_of_answers_that_stop_growing(rows, ceiling):
     """Three futures at once; an answer's ceiling is the same in all of them."""
