@@ -376,17 +376,12 @@ class EngineConfig(
 
     def _check_cached_experts(self, group: str) -> None:
         """In a group every rank has a cache of its own, of its own experts."""
-        wrong = {
-            "moe_mode": self.moe_mode if self.moe_mode != "exact" else None,
-            "moe_thresholds": self.moe_thresholds,
-            "expert_store": self.expert_store if self.expert_store != "each" else None,
-        }
-        for name, value in wrong.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{group} and expert_cache_gb cannot be combined with {name} {value}: leave "
-                    "one of them out"
-                )
+        if self.expert_store != "each":
+            raise ConfigError(
+                f"{group} and expert_cache_gb cannot be combined with expert_store "
+                f"{self.expert_store}: each machine of a group holds the experts of its own ranks; "
+                "leave one of them out"
+            )
 
     @property
     def max_sampled_rows(self) -> int:

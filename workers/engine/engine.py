@@ -85,14 +85,12 @@ class Engine:
         self._drafts = drafts_described(config, model, draft) if has_drafts else ""
         self.totals = Totals(rates=parts.rates)
         self.times = StepTimes()
-        self.async_scheduling = wants_async_scheduling(
-            config, model.device, model.routed is not None
-        )
+        self.async_scheduling = wants_async_scheduling(config, model.device, model.has_modes)
         self._in_flight: StepInFlight | None = None  # the last step, not read yet
         contexts = ContextSettings.of(
             config, self.max_model_len, unsupported_reason(model.whole_config)
         )
-        moe_mode = "exact" if model.routed is None else config.moe_mode
+        moe_mode = config.moe_mode if model.has_modes else "exact"
         self.pooling = pooling or pooling_of(config.pooling)
         self.validator = RequestValidator(
             model.config.vocab_size,

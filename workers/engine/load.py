@@ -26,9 +26,15 @@ from penstock.workers.engine.group.pinning import pinned
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.errors import ConfigError
-from penstock.workers.experts.build import ExpertSettings, settings_in_group, settings_of
+from penstock.workers.experts.build import (
+    ExpertSettings,
+    check_mode,
+    find_calibration,
+    settings_in_group,
+    settings_of,
+)
 from penstock.workers.experts.checkpoint import CheckpointExperts
-from penstock.workers.experts.expert_file import Manifest, RowSource
+from penstock.workers.experts.expert_file import Manifest, RowSource, copies_for
 from penstock.workers.experts.writer import remove_expert_file, write_expert_file
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
@@ -72,12 +78,13 @@ def load_engine(
         leader, own_file = None, None
         settings = settings_of(config, experts, remote_experts)
         if config.num_ranks > 1:
+            calibration = None if settings is None else find_calibration(settings, folder)
             if settings is not None and experts is None:
-                own_file = experts = write_experts(config, folder, device)
+                own_file = experts = write_experts(settings, config, folder, device)
             transport = transport_of(device, is_far=far is not None)
-            leader = Leader(config, folder, device, transport, far, experts)
+            leader = Leader(config, folder, device, transport, far, experts, calibration)
             share = leader.rank.expert_share(ModelConfig.from_pretrained(folder))
-            settings = settings_in_group(config, experts, share)
+            settings = settings_in_group(config, experts, share, calibration)
         shared = config.cores
         config = pinned(config, device, 0)
         own_cores = None if config.cores == shared else config.cores
@@ -145,12 +152,15 @@ def load_configured(
     )
 
 
-def write_experts(config: EngineConfig, folder: Path, device: str) -> Manifest | None:
+def write_experts(
+    settings: ExpertSettings, config: EngineConfig, folder: Path, device: str
+) -> Manifest | None:
     """A file with the experts of the ranks of a group that this machine has; None: they have none.
 
     Raises LoadError and ConfigError.
     """
     _, model, tensors = open_model(str(folder), config.weights, device)
+    check_mode(settings, model, config.weights)
     int4 = int4_options(config)
     experts = CheckpointExperts(folder, model, tensors, config.weights, device, int4)
     shares = shares_of_machine(config, model, 0)
@@ -158,7 +168,8 @@ def write_experts(config: EngineConfig, folder: Path, device: str) -> Manifest |
         return None
     name = f"penstock-experts-{os.getpid()}-{secrets.token_hex(4)}.experts"
     path = Path(config.expert_store_dir) / name
-    return write_expert_file(experts, path, DTYPES[model.dtype], shares=shares)
+    copies = copies_for(settings.mode, config.weights, settings.copies)
+    return write_expert_file(experts, path, DTYPES[model.dtype], copies=copies, shares=shares)
 
 
 def transport_of(device: str, *, is_far: bool) -> str:

@@ -31,7 +31,7 @@ from penstock.workers.execution.step import (
     prepare,
 )
 from penstock.workers.execution.timing import Clock
-from penstock.workers.experts.modes import StepRows
+from penstock.workers.experts.modes import StepRows, row_modes
 from penstock.workers.memory.workspace import StepMemory, Workspace
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.host_batch import HostBatch
@@ -93,15 +93,16 @@ class Executor:
         token_ids, positions = self.put(batch.token_ids), self.put(batch.positions)
         inputs = batch.inputs(self.put)
         self._feed(token_ids, batch, before)
-        self.model.announce(batch, token_ids, adapters)
+        modes = row_modes(step.moe_spans) if self.model.has_modes else None
+        self.model.announce(batch, token_ids, adapters, modes=modes)
         began_s = clock()
-        moe_rows = None
-        if self.model.routed is not None:
-            moe_rows = StepRows.of(step.moe_spans, self.model.device)
+        moe_rows = None if modes is None else StepRows.with_modes(modes, self.model.device)
         hidden = self.hidden(token_ids, positions, inputs, workspace, moe_rows, adapters)
         hidden_s = clock()
-        if moe_rows is not None and self.model.routed is not None:
-            self.model.routed.count_neurons(*count_neurons(step.chunks, moe_rows))
+        if moe_rows is not None:
+            counted = count_neurons(step.chunks, moe_rows)
+            if self.model.routed is not None:
+                self.model.routed.count_neurons(*counted)
         prompt_logprobs = {each.chunk: self._prompt_logprobs(each, hidden) for each in step.prompts}
         pooled = {each.chunk: _pooled(each, hidden) for each in step.pooled}
         prompts_s = clock()

@@ -233,7 +233,7 @@ def count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
 
     A token that is computed again counts once for its sequence, and each time in the sums.
     """
-    if rows.pooled is None or rows.is_streamed:  # nothing is left out
+    if not rows.leaves_out:
         return 0, 0
     neurons, skipped = rows.num_neurons.cpu().numpy(), rows.num_skipped.cpu().numpy()
     first = 0
@@ -243,5 +243,5 @@ def count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
         seq.num_neurons += int(neurons[new].sum())
         seq.num_skipped_neurons += int(skipped[new].sum())
         seq.num_counted_tokens = max(seq.num_counted_tokens, end)
-        first += chunk.length
+        first += chunk.num_rows
     return int(neurons.sum()), int(skipped.sum())

@@ -58,6 +58,8 @@ class ExpertSettings:
     score: str = "product"
     copies: str = "int8"  # quantized: their number format
     thresholds: str | None = None  # a file; None: the one in the model's folder, if needed
+    # What is in that file, of a rank of a group: the first one has read it. None: it is read here.
+    calibration: Calibration | None = None
     manifest: Manifest | None = None  # of the node's store; None: this process writes its own file
     folder: str = "/dev/shm"  # of the file that this process writes
     source: RowSource | None = None  # for a store on another node: reads rows of `manifest`
@@ -87,15 +89,55 @@ def settings_of(
 
 
 def settings_in_group(
-    config: EngineConfig, manifest: Manifest | None, share: ExpertShare | None
+    config: EngineConfig,
+    manifest: Manifest | None,
+    share: ExpertShare | None,
+    calibration: Calibration | None,
 ) -> ExpertSettings | None:
     """The same for a rank of a group, which has a cache of its own experts, `share`; None: it has
     none. `manifest`: of a file with those of all ranks of this machine; None: the rank writes one
-    with its own. What is predicted of others' experts is left to them."""
+    with its own. `calibration`: of all ranks, where neurons are selected. What is predicted of
+    others' experts is left to them."""
     found = settings_of(config, manifest)
     if found is None or share is None:
         return None
-    return replace(found, shares=(share,))
+    return replace(found, shares=(share,), calibration=calibration)
+
+
+def find_calibration(settings: ExpertSettings, folder: Path) -> Calibration | None:
+    """The thresholds by which neurons of the model in `folder` are selected; None: they are not.
+    Raises LoadError."""
+    if settings.mode not in POOLED_MODES and settings.thresholds is None:
+        return None
+    if settings.calibration is not None:
+        return settings.calibration
+    path = _thresholds_file(settings, folder)
+    if not path.is_file():
+        raise LoadError(
+            f"{path} is missing, and neurons are selected by its thresholds; write it with: "
+            "penstock calibrate MODEL, or name another file with moe_thresholds"
+        )
+    return Calibration.load(path)
+
+
+def _thresholds_file(settings: ExpertSettings, folder: Path) -> Path:
+    if settings.thresholds is None:
+        return thresholds_path(folder)
+    return Path(settings.thresholds).expanduser()
+
+
+def check_mode(settings: ExpertSettings, config: ModelConfig, weights: str) -> None:
+    """Raise ConfigError unless experts of this model, served in `weights`, have single neurons
+    where the mode needs them."""
+    if config.expert_bias and settings.mode != "exact":
+        raise ConfigError(
+            f"moe_mode {settings.mode} needs the single neurons of experts, and those of this "
+            "model have biases, so they are loaded whole: leave it at exact"
+        )
+    if settings.mode != "exact" or settings.thresholds is not None:
+        who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
+        has_copies = settings.mode == "sparse"
+        check_neurons(config.stored_scheme, weights, who, has_copies=has_copies)
 
 
 def build_experts(
@@ -117,15 +159,7 @@ def build_experts(
     """
     compute = DTYPES[config.dtype]
     experts = CheckpointExperts(folder, config, tensors, weights, device.type, int4)
-    if config.expert_bias and settings.mode != "exact":
-        raise ConfigError(
-            f"moe_mode {settings.mode} needs the single neurons of experts, and those of this "
-            "model have biases, so they are loaded whole: leave it at exact"
-        )
-    if settings.mode != "exact" or settings.thresholds is not None:
-        who = "moe_thresholds" if settings.mode == "exact" else f"moe_mode {settings.mode}"
-        has_copies = settings.mode == "sparse"
-        check_neurons(config.stored_scheme, weights, who, has_copies=has_copies)
+    check_mode(settings, config, weights)
     packed = PackedExperts(experts, compute, int8_group) if experts.is_packed else None
     expert_file = _row_source(settings, experts, compute)
     layout: ExpertLayout
@@ -135,9 +169,9 @@ def build_experts(
         packed.check(expert_file.manifest)
         layout = PackedLayout(packed.images, packed.kinds, device)
     cache = _cache_of(settings, expert_file, layout)
-    selector = None
-    if settings.mode in POOLED_MODES or settings.thresholds is not None:
-        selector = _neuron_selector(settings, experts, expert_file, device)
+    selector, calibration = None, find_calibration(settings, experts.folder)
+    if calibration is not None:
+        selector = _neuron_selector(settings, calibration, experts, expert_file, device)
     routed = RoutedExperts(cache, config, prefetch=settings.prefetch, selector=selector)
     return routed, experts.names()
 
@@ -213,20 +247,15 @@ def _check_manifest(
 
 
 def _neuron_selector(
-    settings: ExpertSettings, experts: CheckpointExperts, source: RowSource, device: torch.device
+    settings: ExpertSettings,
+    calibration: Calibration,
+    experts: CheckpointExperts,
+    source: RowSource,
+    device: torch.device,
 ) -> NeuronSelector:
-    """A selector with the model's own thresholds. Raises LoadError if there are none, ConfigError
-    for a checkpoint without routers."""
-    path = thresholds_path(experts.folder)
-    if settings.thresholds is not None:
-        path = Path(settings.thresholds).expanduser()
-    if not path.is_file():
-        raise LoadError(
-            f"{path} is missing, and neurons are selected by its thresholds; write it with: "
-            "penstock calibrate MODEL, or name another file with moe_thresholds"
-        )
-    calibration = Calibration.load(path)
-    calibration.check(path, experts.routers())
+    """A selector with the model's own thresholds. Raises LoadError if they are another model's, and
+    ConfigError for a checkpoint without routers."""
+    calibration.check(_thresholds_file(settings, experts.folder), experts.routers())
     scores = NeuronScores(source, settings.score, calibration.format, device)
     log.info(
         "neuron scores: %.1f MiB of %s copies, score %s",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,8 +22,16 @@ from penstock.workers.experts.expert_file import RowIndices
 
 # normed states [T, hidden] -> weights and ids [T, k]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
-# of layer and expert, for normed states [n, hidden] -> bool [n, inner]
-Active = Callable[[int, int, Tensor], Tensor]
+
+
+class Selector(Protocol):
+    """Selects neurons: neurons/scores.py."""
+
+    def has(self, layer: int, expert: int) -> bool:
+        """Whether it can for this expert."""
+
+    def active(self, layer: int, expert: int, x: Tensor) -> Tensor:
+        """Those of an expert for normed states [n, hidden]: bool [n, inner]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,13 +92,17 @@ class ExpertPredictor:
         order = counts.argsort(descending=True, stable=True)
         return order[: int((counts > 0).sum())].tolist()
 
-    def predict_neurons(self, state: Tensor, layer: int, active: Active) -> dict[int, RowIndices]:
-        """By expert that was just predicted: the neurons that would be `active` for the rows that
-        are likely to be routed to it."""
+    def predict_neurons(
+        self, state: Tensor, layer: int, selector: Selector
+    ) -> dict[int, RowIndices]:
+        """By expert that was just predicted, if `selector` has it: the neurons that would be active
+        for the rows that are likely to be routed to it."""
         ids, normed = self._predicted_ids[layer], self._normed(state, layer)
         self._predicted_neurons[layer] = {}
         for expert in ids.unique().tolist():
-            kept = active(layer, expert, normed[(ids == expert).any(1)]).any(0)
+            if not selector.has(layer, expert):
+                continue
+            kept = selector.active(layer, expert, normed[(ids == expert).any(1)]).any(0)
             self._predicted_neurons[layer][expert] = kept.nonzero()[:, 0].cpu().numpy()
         return self._predicted_neurons[layer]
 

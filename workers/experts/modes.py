@@ -17,12 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.workers.config import MOE_MODES
 from penstock.workers.request import RequestError
 
 POOLED_MODES = ("sparse", "streamed")  # whose answers take neurons from a pool
+# The mode of a row: a place in MOE_MODES.
+Modes = NDArray[np.int32]
+EXACT, QUANTIZED, SPARSE, STREAMED = range(len(MOE_MODES))
 # mode, tokens of the prompt, first position and length of what is computed
 Span = tuple[str, int, int, int]
 
@@ -46,36 +50,78 @@ def mode_for(asked: str | None, served: str) -> str:
     return asked
 
 
+def row_modes(spans: Sequence[Span]) -> Modes | None:
+    """Of the rows [T] of consecutive spans; None if all are exact. Rows of a prompt are exact where
+    its answer takes neurons from a pool."""
+    if all(mode == "exact" for mode, *_ in spans):
+        return None
+    parts = []
+    for mode, num_prompt, start, num_rows in spans:
+        part = np.full(num_rows, MOE_MODES.index(mode), np.int32)
+        if mode in POOLED_MODES:
+            part[: max(0, num_prompt - start)] = EXACT
+        parts.append(part)
+    modes = np.concatenate(parts)
+    return modes if modes.any() else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
     """Which of the T rows of one step are not exact, and how many neurons they left out."""
 
     quantized: Tensor | None  # bool [T]; None: no row is
-    pooled: (
-        Tensor | None
-    )  # bool [T]: their neurons come from a pool; of sparse and streamed answers
+    # bool [T]: their neurons come from a pool; of sparse and streamed answers
+    pooled: Tensor | None
     is_streamed: bool  # the pooled rows are
-    num_neurons: Tensor  # int64 [T]: of the experts that sparse rows were routed to so far
-    num_skipped: Tensor  # int64 [T]: of those, the ones left out
+    # int64 [T, 2]: neurons of the experts that sparse rows were routed to so far, and of those, the
+    # ones left out. In a group, of the experts of this rank, until all have told one another.
+    counts: Tensor
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> StepRows | None:
         """For the rows of consecutive spans, which have one mode besides exact; None if all rows
         are exact."""
-        if all(mode == "exact" for mode, *_ in spans):
-            return None
-        quantized = np.concatenate([np.full(n, mode == "quantized") for mode, _, _, n in spans])
-        pooled = np.concatenate(
-            [
-                (np.arange(start, start + n) >= num_prompt) & (mode in POOLED_MODES)
-                for mode, num_prompt, start, n in spans
-            ]
-        )
-        nothing = torch.zeros(len(pooled), dtype=torch.int64, device=device)
+        modes = row_modes(spans)
+        return None if modes is None else cls.with_modes(modes, device)
+
+    @classmethod
+    def with_modes(cls, modes: Modes, device: torch.device) -> StepRows:
+        """For rows of these modes [T], which have one besides exact."""
+
+        def which(found: NDArray[np.bool_]) -> Tensor | None:
+            return torch.from_numpy(found).to(device) if found.any() else None
+
         return cls(
-            torch.from_numpy(quantized).to(device) if quantized.any() else None,
-            torch.from_numpy(pooled).to(device) if pooled.any() else None,
-            any(mode == "streamed" for mode, *_ in spans),
-            nothing,
-            nothing.clone(),
+            which(modes == QUANTIZED),
+            which((modes == SPARSE) | (modes == STREAMED)),
+            bool((modes == STREAMED).any()),
+            torch.zeros(len(modes), 2, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def num_neurons(self) -> Tensor:
+        return self.counts[:, 0]
+
+    @property
+    def num_skipped(self) -> Tensor:
+        return self.counts[:, 1]
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there is something to count."""
+        return self.pooled is not None and not self.is_streamed
+
+    @property
+    def copied(self) -> Tensor | None:
+        """bool [T]: the rows that ask for the id E + e in place of expert e of E."""
+        return self.quantized if self.pooled is None else self.pooled
+
+    def part(self, first: int, end: int) -> StepRows:
+        """Rows [first, end), counted in the same memory."""
+
+        def of(rows: Tensor | None) -> Tensor | None:
+            return rows[first:end] if rows is not None and bool(rows[first:end].any()) else None
+
+        return StepRows(
+            of(self.quantized), of(self.pooled), self.is_streamed, self.counts[first:end]
         )

@@ -146,11 +146,11 @@ class RoutedExperts:
         return self.cache.manifest.num_experts
 
     def _foreseen_neurons(self, state: Tensor, layer: int) -> NeededRows:
-        """The neurons that `layer` is likely to need of the predicted experts; all, without a
-        selector."""
+        """The neurons that `layer` is likely to need of the predicted experts that are here; all,
+        without a selector."""
         if self.selector is None or self.predictor is None:
             return {}
-        return self.predictor.predict_neurons(state, layer, self.selector.active)
+        return self.predictor.predict_neurons(state, layer, self.selector)
 
     def count_neurons(self, num_neurons: int, num_skipped: int) -> None:
         """Count for a step: neurons of the experts that sparse rows were routed to, and those left

@@ -24,7 +24,13 @@ from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.layers import ShardAttention, ShardMlp
 from penstock.workers.models.shards.linear import ShardLinearAttention
-from penstock.workers.models.shards.moe import ColumnMoe, HeldExperts, OwnExperts, ShardMoe
+from penstock.workers.models.shards.moe import (
+    AbsentExperts,
+    ColumnMoe,
+    HeldExperts,
+    OwnExperts,
+    ShardMoe,
+)
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.stages.decoder import StageDecoder, no_embedding
 from penstock.workers.models.stages.stage import Stage
@@ -279,6 +285,9 @@ class _Builder:
         if self.routed is not None:
             own = OwnExperts(self.routed.layer(index), span)
             return ShardMoe(config, packed_router, own, shared, bias)
+        if not span.size:
+            absent = AbsentExperts(span.whole)
+            return ShardMoe(config, packed_router, absent, shared, bias)
         held = HeldExperts(self._experts(name, range(span.first, span.end)), span)
         return ShardMoe(config, packed_router, held, shared, bias)
 

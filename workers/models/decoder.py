@@ -15,7 +15,7 @@ from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.errors import InvariantError
 from penstock.workers.experts.expert_file import Manifest
-from penstock.workers.experts.modes import StepRows
+from penstock.workers.experts.modes import Modes, StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.workspace import BufferPlan, Workspace, activation_plan
 from penstock.workers.model_config import ModelConfig
@@ -55,6 +55,8 @@ class Decoder:
         self._final_norm = final_norm
         self._lm_head = lm_head
         self.routed = routed  # None unless experts are served from a cache
+        # Whether some rows of a step may be inexact: for these experts, or for other ranks'.
+        self.has_modes = routed is not None
         self.num_scales = max(  # of a row that is rounded to int8
             (num_groups(p.in_features, p.group) for p in linears_of(layers) if p.takes_int8),
             default=1,
@@ -121,10 +123,14 @@ class Decoder:
         moe_rows: StepRows | None = None,
     ) -> None:
         """Write the layers' inputs into the workspace: embeddings, cos and sin, query scales."""
-        if self.routed is not None:
-            self.routed.rows = moe_rows
+        self.use_rows(moe_rows)
         self.write_tables(positions, inputs, ws)
         self.embed(token_ids, ws)
+
+    def use_rows(self, rows: StepRows | None) -> None:
+        """Those that the layers are run over next, as far as they are not exact."""
+        if self.routed is not None:
+            self.routed.rows = rows
 
     def write_tables(self, positions: Tensor, inputs: AttentionInputs, ws: Workspace) -> None:
         """What depends on the positions alone."""
@@ -195,11 +201,12 @@ class Decoder:
         token_ids: Tensor,
         adapters: StepAdapters | None = None,
         *,
+        modes: Modes | None = None,
         is_graph: bool = False,
     ) -> None:
         """Called before each pass, or replay of a graph: a group's first rank tells the others.
         `token_ids` int64 [T]: on the device, where they are all known. `adapters`: those that
-        `run_layers` is given."""
+        `run_layers` is given. `modes`: of the rows; None: all are exact."""
         return
 
     @property

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.delta_types import StateRows
 from penstock.kernels.types import DecodeBatch, PrefillBatch
+from penstock.workers.experts.modes import Modes
 from penstock.workers.models.layers import AttentionInputs, RollingInputs
 
 Ints = NDArray[np.int64]
@@ -105,6 +106,7 @@ class GroupStep:
     """What the first rank of a group tells the others of a step."""
 
     batch: HostBatch
+    modes: Modes | None = None  # of the rows; None: all are exact
     is_graph: bool = False  # all ranks replay a decode graph
     # The device of the first rank alone knows some of the ids, and gives all of them to the others.
     shares_ids: bool = False

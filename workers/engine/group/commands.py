@@ -26,6 +26,7 @@ from penstock.workers.errors import InvariantError, LoadError
 from penstock.workers.execution.cuda_graphs import CudaCapture, GraphSizes
 from penstock.workers.execution.executor import Executor
 from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.experts.modes import StepRows
 from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.models.host_batch import CacheBytes, GroupMemory
 from penstock.workers.models.shards.decoder import ShardDecoder
@@ -180,8 +181,9 @@ def _compute(
     inputs = batch.inputs(executor.put)
     if step.shares_ids:
         model.take_ids(token_ids)
+    rows = None if step.modes is None else StepRows.with_modes(step.modes, model.device)
     with executor.memory.lease(len(token_ids)) as workspace:
-        executor.hidden(token_ids, positions, inputs, workspace, adapters=adapters)
+        executor.hidden(token_ids, positions, inputs, workspace, rows, adapters)
 
 
 def _executor(

@@ -31,6 +31,7 @@ from penstock.workers.engine.load import load_configured
 from penstock.workers.engine.shortage import named_shortages
 from penstock.workers.experts.build import settings_in_group
 from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.experts.neurons.thresholds import Calibration
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
@@ -74,7 +75,9 @@ def _loaded(
         text = settings["experts"]
         manifest = None if text is None else Manifest.from_json(text)
         share = rank.expert_share(ModelConfig.from_pretrained(folder))
-        experts = settings_in_group(config, manifest, share)
+        text = settings["calibration"]
+        calibration = None if text is None else Calibration.from_values(json.loads(text))
+        experts = settings_in_group(config, manifest, share, calibration)
         model = load_configured(config, folder, device, progress=False, experts=experts, rank=rank)
         draft = load_draft(config, folder, device, model, rank=rank)
     assert isinstance(model, ShardDecoder) and isinstance(draft, ShardDecoder | None)

@@ -25,6 +25,7 @@ from penstock.workers.engine.group.far import LOOPBACK, FarRanks, Reception, fre
 from penstock.workers.engine.group.peer import Peer
 from penstock.workers.engine.group.process import RankProcess, end_with_group
 from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.experts.neurons.thresholds import Calibration
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
@@ -45,10 +46,12 @@ class Leader:
         transport: str,
         far: FarRanks | None = None,
         experts: Manifest | None = None,
+        calibration: Calibration | None = None,
     ):
         """Starts them; they load at the same time as this rank. `transport`: as of Rank. `far`: the
         machines that have an equal share of the ranks each. `experts`: of the file that expert
-        caches of this machine are filled from. Raises ConfigError and LoadError."""
+        caches of this machine are filled from. `calibration`: by which all select neurons. Raises
+        ConfigError and LoadError."""
         model, num_ranks = ModelConfig.from_pretrained(folder), config.tensor_parallel_size
         num_stages = config.pipeline_parallel_size
         sizes = ExchangeSizes(config.max_num_batched_tokens, config.max_sampled_rows)
@@ -60,7 +63,8 @@ class Leader:
         meeting = f"file://{self._files.name}/store"
         if far is not None:
             meeting = f"tcp://{far.host}:{free_port(far.host)}"
-        whole = config.enable_expert_parallel or config.expert_cache_gb is not None
+        self._has_caches = config.expert_cache_gb is not None
+        whole = config.enable_expert_parallel or self._has_caches
         self.rank = Rank(0, num_ranks, transport, sizes, descriptor, meeting, num_stages, whole)
         for divides in (self.rank.shard_of, self.rank.stage_of):
             divides(model)  # else this is the place to say so
@@ -69,7 +73,8 @@ class Leader:
         self._processes: list[RankProcess] = []
         self._far = far
         self._model: ShardDecoder | None = None
-        settings = {"config": asdict(config), "device": device}
+        settings: dict[str, Any] = {"config": asdict(config), "device": device}
+        settings["calibration"] = None if calibration is None else calibration.to_json()
         num_here = self.rank.num_all // (1 if far is None else far.num_machines)
         for number in range(1, num_here):
             here = {**settings, "folder": str(folder), "place": number, "experts": _json(experts)}
@@ -94,7 +99,7 @@ class Leader:
             self._peers, self._send_all, num_here=len(self._processes)
         )
         model.on_adapters = adapters.before_step
-        model.on_experts = self._use_experts
+        model.on_experts, model.has_modes = self._use_experts, self._has_caches
         if model.routed is not None:
             model.routed.on_prefetch = self._prefetch
         self._tell_of(model, wire.STEP, wire.LOGITS)

@@ -24,7 +24,7 @@ PREFETCH = 16  # whether experts are predicted and prefetched: a byte
 OF_ADAPTERS = LOAD_ADAPTER, DROP_ADAPTERS, STEP_ADAPTERS = 12, 13, 14  # adapters.py
 PULSE, FAILED = -1, -2
 _HEAD = struct.Struct("<qq")  # bytes of the contents, kind
-_STEP = struct.Struct("<7q")
+_STEP = struct.Struct("<8q")
 _ARRAY = struct.Struct("<4q")  # whether of int64, whether of two dimensions, rows, columns
 LARGEST = 1 << 30  # bytes of a message
 _ARRAYS: dict[type, tuple[str, ...]] = {  # int64 or int32, in the order in which they travel
@@ -69,24 +69,25 @@ def step_bytes(step: GroupStep) -> bytes:
         0 if batch.rolling is None else batch.rolling.max_visible_len,
         batch.states is not None,
         batch.uses_scratch,
+        step.modes is not None,
     )
+    arrays = [getattr(part, name) for part in parts for name in _ARRAYS[type(part)]]
+    if step.modes is not None:
+        arrays.append(step.modes)
     found = [head]
-    for part in parts:
-        for name in _ARRAYS[type(part)]:
-            array = getattr(part, name)
-            is_table = array.ndim == 2
-            rows, columns = array.shape if is_table else (len(array), 1)
-            found.append(_ARRAY.pack(array.dtype == np.int64, is_table, rows, columns))
-            found.append(np.ascontiguousarray(array).tobytes())
+    for array in arrays:
+        is_table = array.ndim == 2
+        rows, columns = array.shape if is_table else (len(array), 1)
+        found.append(_ARRAY.pack(array.dtype == np.int64, is_table, rows, columns))
+        found.append(np.ascontiguousarray(array).tobytes())
     return b"".join(found)
 
 
 def step_from(contents: bytes) -> GroupStep:
     """The inverse of `step_bytes`. Raises InvariantError for a message of another length."""
     reader = _Reader(contents)
-    is_graph, shares_ids, longest, has_rolling, visible, has_states, uses_scratch = reader.numbers(
-        _STEP
-    )
+    head = reader.numbers(_STEP)
+    is_graph, shares_ids, longest, has_rolling, visible, has_states, uses_scratch, has_modes = head
     arrays = {name: reader.array() for name in _ARRAYS[HostBatch]}
     rolling, states = None, None
     if has_rolling:
@@ -94,6 +95,7 @@ def step_from(contents: bytes) -> GroupStep:
         rolling = HostRolling(**found, max_visible_len=visible)
     if has_states:
         states = HostStates(**{name: reader.array() for name in _ARRAYS[HostStates]})
+    modes = reader.array() if has_modes else None
     reader.end()
     unread = np.empty((2, 0), dtype=np.int64)
     batch = HostBatch(
@@ -104,7 +106,7 @@ def step_from(contents: bytes) -> GroupStep:
         states=states,
         uses_scratch=bool(uses_scratch),
     )
-    return GroupStep(batch, bool(is_graph), bool(shares_ids))
+    return GroupStep(batch, modes, bool(is_graph), bool(shares_ids))
 
 
 def pairs_bytes(sources: Sequence[int], targets: Sequence[int]) -> bytes:

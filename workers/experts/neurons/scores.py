@@ -27,7 +27,7 @@ FORMATS: tuple[WeightFormat, ...] = ("int8", "int4")
 
 
 class NeuronScores:
-    """Scores of all experts' neurons, `kind` of them, from copies in `format`."""
+    """Scores of the neurons of all experts of a file, `kind` of them, from copies in `format`."""
 
     def __init__(self, source: RowSource, kind: str, format: WeightFormat, device: torch.device):
         """Reads every expert of `source`, whose rows or copies are neurons, once. Raises
@@ -37,22 +37,25 @@ class NeuronScores:
         self.kind, self.format, self.inner = kind, format, facts.inner
         hidden, dtype = facts.hidden, DTYPES[facts.dtype]
         self._copies: dict[Key, PackedLinear] = {}
-        for layer in facts.layers:
-            for expert in range(facts.num_experts):
-                if facts.is_packed:
-                    copy = torch.tensor(source.rows(layer, facts.num_experts + expert))
-                    rows = dequantize_neurons(copy, hidden, facts.copies)
-                else:
-                    rows = torch.tensor(source.rows(layer, expert)).view(dtype)
-                gate, up, _ = rows.split(hidden, 1)
-                parts = {"gate": gate, "up": up, "product": torch.cat([gate, up])}
-                weight = parts[kind].float().to(device)
-                self._copies[layer, expert] = pack_linear(quantize_weight(weight, format))
+        for layer, expert in facts.experts():
+            if facts.is_packed:
+                copy = torch.tensor(source.rows(layer, facts.num_experts + expert))
+                rows = dequantize_neurons(copy, hidden, facts.copies)
+            else:
+                rows = torch.tensor(source.rows(layer, expert)).view(dtype)
+            gate, up, _ = rows.split(hidden, 1)
+            parts = {"gate": gate, "up": up, "product": torch.cat([gate, up])}
+            weight = parts[kind].float().to(device)
+            self._copies[layer, expert] = pack_linear(quantize_weight(weight, format))
 
     @property
     def num_bytes(self) -> int:
         """Device memory of the copies."""
         return sum(copy.num_bytes for copy in self._copies.values())
+
+    def has(self, layer: int, expert: int) -> bool:
+        """False: in a group, it is another rank's."""
+        return (layer, expert) in self._copies
 
     def of(self, layer: int, expert: int, x: Tensor) -> Tensor:
         """Normed states [n, hidden] -> fp32 [n, inner], none negative.
@@ -84,6 +87,9 @@ class NeuronSelector:
 
     scores: NeuronScores
     thresholds: Mapping[Key, float]
+
+    def has(self, layer: int, expert: int) -> bool:
+        return self.scores.has(layer, expert)
 
     def active(self, layer: int, expert: int, x: Tensor) -> Tensor:
         """The selected neurons of an expert for normed states [n, hidden]: bool [n, inner]."""

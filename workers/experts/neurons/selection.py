@@ -65,12 +65,15 @@ def select_neurons(
     selector: NeuronSelector, layer: int, ids: Tensor, x: Tensor, rows: StepRows
 ) -> dict[int, SelectedExpert]:
     """By expert, for `ids` int64 [T, k] of normed states `x` [T, hidden]; what is left out is
-    counted in `rows`, some of which must be pooled."""
+    counted in `rows`, some of which must be pooled. Experts that `selector` lacks are other ranks',
+    which select and count for them."""
     assert rows.pooled is not None
     found = {}
     chosen, pooled = ids.cpu().numpy(), rows.pooled.cpu().numpy()
     num_neurons, num_skipped = np.zeros((2, len(pooled)), np.int64)
     for expert in np.unique(chosen[pooled]).tolist():
+        if not selector.has(layer, expert):
+            continue
         tokens = np.flatnonzero((chosen == expert).any(1) & pooled)
         states = x if len(tokens) == len(x) else x[torch.from_numpy(tokens).to(x.device)]
         kept = selector.active(layer, expert, states).cpu().numpy()

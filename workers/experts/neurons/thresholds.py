@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,30 +106,36 @@ class Calibration:
         num_experts = histograms.num_tokens.shape[1]
         return cls(routers, format, text, num_tokens, tuple(layers), num_experts, tables)
 
+    def to_json(self) -> str:
+        return json.dumps({"keeps": KEEPS, **asdict(self)}, separators=(",", ":"))
+
     def save(self, path: Path) -> None:
-        values = {"keeps": KEEPS, **asdict(self)}
-        path.write_text(json.dumps(values, separators=(",", ":")) + "\n")
+        path.write_text(self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
         """Raises LoadError unless `path` is what `save` wrote."""
         try:
-            values = read_json(path)
-            if tuple(values.pop("keeps")) != KEEPS:
-                raise ValueError("keeps")
-            values["layers"] = tuple(values["layers"])
-            tables = values["thresholds"]
-            values["thresholds"] = {kind: _table(tables[kind]) for kind in MOE_SCORES}
-            made = cls(**values)
-            shape = len(made.layers), made.num_experts, len(KEEPS)
-            shapes = {_shape(table) for table in made.thresholds.values()}
-            if made.format not in WEIGHT_FORMATS or shapes != {shape}:
-                raise ValueError("format or shape")
+            return cls.from_values(read_json(path))
         except (ConfigError, OSError, TypeError, KeyError, ValueError) as error:
             raise LoadError(
                 f"{path} is not a file of neuron thresholds; write one with: "
                 "penstock calibrate MODEL"
             ) from error
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Calibration:
+        """What `to_json` wrote, parsed. Raises TypeError, KeyError or ValueError."""
+        if tuple(values.pop("keeps")) != KEEPS:
+            raise ValueError("keeps")
+        values["layers"] = tuple(values["layers"])
+        tables = values["thresholds"]
+        values["thresholds"] = {kind: _table(tables[kind]) for kind in MOE_SCORES}
+        made = cls(**values)
+        shape = len(made.layers), made.num_experts, len(KEEPS)
+        shapes = {_shape(table) for table in made.thresholds.values()}
+        if made.format not in WEIGHT_FORMATS or shapes != {shape}:
+            raise ValueError("format or shape")
         return made
 
     def check(self, path: Path, routers: str) -> None:

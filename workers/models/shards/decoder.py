@@ -16,6 +16,7 @@ from penstock.workers.adapters.packed import AdapterPart
 from penstock.workers.adapters.step import StepAdapters
 from penstock.workers.adapters.table import OtherRanks
 from penstock.workers.experts.expert_file import Manifest
+from penstock.workers.experts.modes import Modes, StepRows
 from penstock.workers.experts.routed import RoutedExperts
 from penstock.workers.memory.host_tier import HostMirror
 from penstock.workers.memory.workspace import BufferPlan, Workspace, activation_plan
@@ -27,9 +28,11 @@ from penstock.workers.models.layers import (
     AttentionInputs,
     LayerCache,
 )
+from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.layers import columns_of
-from penstock.workers.models.shards.shard import Shard
+from penstock.workers.models.shards.moe import AbsentExperts
+from penstock.workers.models.shards.shard import Shard, Span
 from penstock.workers.stats import RankStats
 
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
@@ -82,6 +85,12 @@ class ShardDecoder(Decoder):
         # Takes host memory for a number of blocks on the other ranks.
         self.on_host: Callable[[int], HostMirror] | None = None
         self.on_broken: Callable[[], None] | None = None
+        self._rows: StepRows | None = None  # of the current step, or of a part of it
+        self._absent = [  # in layers that have experts on other ranks alone
+            layer.mlp.experts
+            for layer in layers
+            if isinstance(layer.mlp, MoeMlp) and isinstance(layer.mlp.experts, AbsentExperts)
+        ]
         self.on_close: Callable[[], None] | None = None
 
     def connect(self, interface: str) -> None:
@@ -98,6 +107,7 @@ class ShardDecoder(Decoder):
         token_ids: Tensor,
         adapters: StepAdapters | None = None,
         *,
+        modes: Modes | None = None,
         is_graph: bool = False,
     ) -> None:
         if self.on_adapters is not None:
@@ -107,7 +117,7 @@ class ShardDecoder(Decoder):
         shares = bool(batch.unread.size) and self.exchange.shares_ids
         if batch.unread.size and not shares:  # a CPU: the step before is done
             batch = replace(batch, token_ids=token_ids.numpy())
-        self.on_step(GroupStep(batch, is_graph, shares))
+        self.on_step(GroupStep(batch, modes, is_graph, shares))
         if shares:
             self.exchange.share_ids(token_ids)
 
@@ -128,7 +138,27 @@ class ShardDecoder(Decoder):
         adapters: StepAdapters | None = None,
     ) -> Tensor:
         with self._whole():
-            return super().run_layers(inputs, kv_layers, ws, adapters)
+            hidden = super().run_layers(inputs, kv_layers, ws, adapters)
+            self.share_counts()
+        return hidden
+
+    def use_rows(self, rows: StepRows | None) -> None:
+        super().use_rows(rows)
+        self._rows = rows
+        for each in self._absent:
+            each.rows = rows
+
+    def share_counts(self) -> None:
+        """Add up what each rank has counted of its own experts: integers, in one gather a step.
+        They take no more room than rows do."""
+        rows, num_ranks = self._rows, self.shard.num_ranks
+        if rows is None or not rows.leaves_out or num_ranks == 1:
+            return
+        num = rows.counts.shape[1]
+        spans = [Span(rank * num, (rank + 1) * num, num_ranks * num) for rank in range(num_ranks)]
+        of_all = rows.counts.new_empty(len(rows.counts), num_ranks * num)
+        self.exchange.gather(rows.counts, spans, of_all)
+        torch.sum(of_all.unflatten(1, (num_ranks, num)), 1, out=rows.counts)
 
     @property
     def adapter_part(self) -> AdapterPart:

@@ -3,17 +3,21 @@
 Every rank routes alike, since all have the same rows. In columns, each computes as much as the
 others, whatever the routes are. Whole experts (expert parallelism) need one gather a layer where
 columns need two, and can come out of a rank's expert cache.
+
+Rows that are not exact ask a cache for E + e in place of expert e of E. Here the ids of an expert
+are neighbours, 2 e and 2 e + 1: so what a rank computes is one range of the routes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kernels.moe.columns import ExpertColumns, moe_columns
 from penstock.kernels.moe.mlp import Expert, Visited
+from penstock.workers.experts.modes import StepRows
 from penstock.workers.experts.routing import ExpertSource, LayerRouting
 from penstock.workers.memory.workspace import Workspace
 from penstock.workers.models.layers import Mlp
@@ -80,8 +84,8 @@ class ShardMoe(_GroupMoe):
         return self.experts.experts if isinstance(self.experts, HeldExperts) else ()
 
     def _gather(self, outputs: Tensor, ends: list[int]) -> None:
-        rows = [0, *ends]
-        self.exchange.gather_rows(outputs, [rows[first] for first in self.firsts])
+        rows, num_ids = [0, *ends], len(ends) // self.firsts[-1]  # of an expert
+        self.exchange.gather_rows(outputs, [rows[first * num_ids] for first in self.firsts])
 
 
 class HeldExperts:
@@ -99,6 +103,20 @@ class HeldExperts:
                 yield number, self.experts[number - self.span.first]
 
 
+class AbsentExperts:
+    """Of a rank that has no experts, beside ranks that have: an ExpertSource that yields none."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+        self.rows: StepRows | None = None  # of the current step; None: all rows are exact
+
+    def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
+        copied, num_ids = None if self.rows is None else self.rows.copied, 1
+        if copied is not None:  # as OwnExperts: all ranks group the rows alike
+            ids, num_ids = 2 * ids + copied[:, None], 2
+        return LayerRouting(ids, num_ids * self.num_experts, lambda used: iter(()))
+
+
 @dataclass(frozen=True, slots=True)
 class OwnExperts:
     """The experts of one rank out of its expert cache, as an ExpertSource that yields no others."""
@@ -108,10 +126,18 @@ class OwnExperts:
 
     def route(self, ids: Tensor, x: Tensor, state: Callable[[], Tensor]) -> LayerRouting:
         routing = self.source.route(ids, x, state)
-        visit = routing.experts
+        visit, whole, asked = routing.experts, self.span.whole, routing.ids
         assert callable(visit), "experts of a cache are visited"
+        num_ids = routing.num_experts // whole  # of an expert
+        if num_ids > 1:
+            asked = asked % whole * num_ids + asked // whole
 
         def own(used: list[int]) -> Iterator[Visited]:
-            return visit([each for each in used if self.span.first <= each < self.span.end])
+            here = (divmod(each, num_ids) for each in used)
+            wanted = [
+                e + which * whole for e, which in here if self.span.first <= e < self.span.end
+            ]
+            for each, found in visit(wanted):
+                yield each % whole * num_ids + each // whole, found
 
-        return replace(routing, experts=own)
+        return LayerRouting(asked, routing.num_experts, own)

@@ -67,7 +67,7 @@ class StageDecoder(ShardDecoder):
         )  # fmt: skip
         self.stage, self.link = stage, link
         self._next_norms[-1] = None  # the next stage begins with it
-        self._rows: tuple[Tensor, Tensor] | None = None
+        self._begun: tuple[Tensor, Tensor, StepRows | None] | None = None
         self.replay: LayerReplay | None = None
 
     def connect(self, interface: str) -> None:
@@ -86,7 +86,7 @@ class StageDecoder(ShardDecoder):
         ws: Workspace,
         moe_rows: StepRows | None = None,
     ) -> None:
-        self._rows = token_ids, positions
+        self._begun = token_ids, positions, moe_rows
 
     def run_layers(
         self,
@@ -95,11 +95,12 @@ class StageDecoder(ShardDecoder):
         ws: Workspace,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        assert self._rows is not None, "begin comes first"
-        token_ids, positions = self._rows
+        assert self._begun is not None, "begin comes first"
+        token_ids, positions, moe_rows = self._begun
         parts = parts_of(inputs, self.stage.num_stages)
+        rows_of = [moe_rows and moe_rows.part(part.first, part.end) for part in parts]
         with self._whole():
-            for part in parts:
+            for part, inexact in zip(parts, rows_of, strict=True):
                 rows, own = slice(part.first, part.end), ws
                 if len(parts) > 1:
                     own = ws.rows(part.first, part.end)
@@ -108,6 +109,7 @@ class StageDecoder(ShardDecoder):
                     self.embed(token_ids[rows], own)
                 else:
                     self.link.receive(own.residual)
+                self.use_rows(inexact)
                 added = None if adapters is None else adapters.part(part.first, part.end)
                 replay = self.replay if own is ws and added is None else None
                 if replay is not None and replay.suits(part.inputs):
@@ -115,12 +117,27 @@ class StageDecoder(ShardDecoder):
                 else:
                     Decoder.run_layers(self, part.inputs, kv_layers, own, added)
                 self.link.send(own.residual)
+                self.hand_on_counts()
             if self.stage.is_first:
-                for part in parts:
+                for part, inexact in zip(parts, rows_of, strict=True):
                     self.link.receive(ws.residual[part.first : part.end])
+                    if inexact is not None and inexact.leaves_out:
+                        self.link.receive(inexact.counts)
                 rms_norm(ws.residual, self.final_norm, self.config.rms_norm_eps, out=ws.normed)
             self.link.finish()
         return ws.normed
+
+    def hand_on_counts(self) -> None:
+        """After the rows of a part: what all stages so far have counted of them."""
+        rows = self._rows
+        if rows is None or not rows.leaves_out:
+            return
+        self.share_counts()
+        if not self.stage.is_first:
+            before = torch.empty_like(rows.counts)
+            self.link.receive(before)
+            rows.counts.add_(before)
+        self.link.send(rows.counts)
 
     def own_layers(
         self, inputs: AttentionInputs, kv_layers: Sequence[LayerCache], ws: Workspace

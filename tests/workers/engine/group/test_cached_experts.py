@@ -129,6 +129,13 @@ def test_a_file_of_some_ranks(tmp_path):
     assert sorted(held) == sorted(whole.experts()) and len(set(held)) == len(held)
 
 
+def test_predicted_neurons(thresholds, tmp_path):
+    """Each rank prefetches those of its own experts, and loads the rest of them on demand."""
+    options = {"moe_thresholds": thresholds("olmoe"), "moe_keep": 0.3, "expert_prefetch": "on"}
+    one, group = both("olmoe", {"tensor_parallel_size": 2}, tmp_path, **options)
+    assert group == one
+
+
 def test_by_collective_operations(monkeypatch, tmp_path):
     """What GPUs use, by gloo."""
     monkeypatch.setattr(load, "transport_of", lambda device, is_far: "gloo")
@@ -136,14 +143,7 @@ def test_by_collective_operations(monkeypatch, tmp_path):
     assert group == one
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"moe_mode": "quantized"}, "expert_cache_gb cannot be combined with moe_mode quantized"),
-        ({"expert_store": "one"}, "cannot be combined with expert_store one"),
-        ({"moe_thresholds": "x.json"}, "cannot be combined with moe_thresholds x.json"),
-    ],
-)
-def test_settings_that_cannot_be(values, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**{"tensor_parallel_size": 2, "expert_cache_gb": 1.0, **values})
+def test_one_store_for_all_machines_is_refused():
+    """Each machine has the experts of its own ranks."""
+    with pytest.raises(ConfigError, match="cannot be combined with expert_store one: each machine"):
+        EngineConfig(tensor_parallel_size=2, expert_cache_gb=1.0, expert_store="one")

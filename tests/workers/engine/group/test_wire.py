@@ -63,14 +63,20 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @given(
     st.integers(0, 5), st.integers(0, 3), st.integers(0, 4), st.booleans(), st.booleans(),
-    st.booleans(), st.booleans(),
+    st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_a_step_travels(decode, chunks, width, rolled, states, is_graph, shares_ids):
-    step = GroupStep(made(decode, chunks, width, rolled, states, seed=decode), is_graph, shares_ids)
+def test_a_step_travels(decode, chunks, width, rolled, states, has_modes, is_graph, shares_ids):
+    batch = made(decode, chunks, width, rolled, states, seed=decode)
+    modes = np.arange(len(batch.token_ids), dtype=np.int32) if has_modes else None
+    step = GroupStep(batch, modes, is_graph, shares_ids)
     contents = wire.step_bytes(step)
     found = wire.step_from(contents)
     assert (found.is_graph, found.shares_ids) == (is_graph, shares_ids)
     assert_equal(fields(found.batch), fields(step.batch))
+    if modes is None:
+        assert found.modes is None
+    else:
+        assert found.modes is not None and np.array_equal(found.modes, modes)
     for wrong in (contents[:-1], contents + b"\0", contents[:20]):
         with pytest.raises(InvariantError, match="a step's message is too"):
             wire.step_from(wrong)
@@ -78,6 +84,6 @@ def test_a_step_travels(decode, chunks, width, rolled, states, is_graph, shares_
 
 def test_a_negative_size_is_refused():
     contents = bytearray(wire.step_bytes(GroupStep(made(2, 1, 3, False, False, 0))))
-    contents[56 + 16 : 56 + 24] = (-2).to_bytes(8, "little", signed=True)  # rows of the first array
+    contents[64 + 16 : 64 + 24] = (-2).to_bytes(8, "little", signed=True)  # rows of the first array
     with pytest.raises(InvariantError, match="of a negative size"):
         wire.step_from(bytes(contents))
