@@ -44,10 +44,12 @@ MODELS = ("builtin", "builtin-moe")
 BASELINE = "fp32"
 WEIGHTS = (BASELINE, "bf16", "int8", "fp8", "int4", "nf4")
 # The recipe's two switches: without attention's output projections, and with the head; int8 with
-# other groups than 64, or one scale a row; int4 in other groups than 16, or with plain activations.
+# other groups than 64, or one scale a row; int4 in other groups than 16, in all layers, or with plain
+# activations.
 VARIANTS = (
     *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head"),
     *("int8-32", "int8-128", "int8-row", "int4-32", "int4-64", "int4-128", "int4-plain"),
+    "int4-narrow",
 )
 KV = ("auto", "int8-8", "int8-32", "int8-64", "fp8")
 WINDOW = 1024  # tokens that are scored, after the first
@@ -62,6 +64,7 @@ def combination_of(weights: str, kv: str) -> Combination:
         weights=cast(WeightFormat, format),
         int8_group=cast(Int8Group, group_of.get("int8", Combination().int8_group)),
         int4_group=cast(Int4Group, group_of.get("int4", Combination().int4_group)),
+        int4_wide_layers="none" if variant == "narrow" else "auto",
         int4_activations="plain" if variant == "plain" else "auto",
         quantize_o=variant != "no-o",
         quantize_lm_head=variant == "head",

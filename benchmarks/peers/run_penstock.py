@@ -1,6 +1,7 @@
 """Penstock's side of a job (job.py): the engine in this process, activations in bf16.
 
-Settings: those of `load_model` (weights, int8_group, int4_group, quantize_lm_head, dtype), and kv.
+Settings: those of `load_model` (weights, int8_group, quantize_lm_head, dtype), of int4 (int4_group,
+int4_wide_layers), and kv.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ BLOCK_SIZE = 16  # EngineConfig's
 
 def load(model: str, settings: dict[str, Any]) -> Decoder:
     known = {name: value for name, value in settings.items() if name != "kv"}
-    int4 = Int4Options(known.pop("int4_group", 16), known.pop("int4_activations", "auto"))
+    wide = known.pop("int4_wide_layers", "auto") == "auto"
+    int4 = Int4Options(known.pop("int4_group", 16), known.pop("int4_activations", "auto"), wide)
     return load_model(model, **{"dtype": "bf16", "progress": False, "int4": int4, **known})
 
 

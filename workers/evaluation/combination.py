@@ -14,6 +14,7 @@ from penstock.workers.config import (
     EngineConfig,
     Int4Activations,
     Int4Group,
+    Int4WideLayers,
     Int8Group,
     KvFormat,
     KvGroup,
@@ -71,6 +72,7 @@ class Combination:
     weights: WeightFormat = "auto"
     int8_group: Int8Group = "64"
     int4_group: Int4Group = "16"
+    int4_wide_layers: Int4WideLayers = "auto"
     int4_activations: Int4Activations = "auto"
     quantize_o: bool = True
     quantize_lm_head: bool = False
@@ -84,7 +86,7 @@ class Combination:
         """Equal for combinations that have the same model in memory."""
         group = self.int8_group if self.weights in ("auto", "int8") else None
         return (
-            *(self.weights, group, self.int4_group, self.int4_activations),
+            *(self.weights, group, self.int4_group, self.int4_wide_layers, self.int4_activations),
             *(self.quantize_o, self.quantize_lm_head),
             self.activations,
         )
@@ -92,7 +94,7 @@ class Combination:
     def config(self, base: EngineConfig) -> EngineConfig:
         """`base` with the number formats of this combination. Raises ConfigError."""
         names = (
-            *("weights", "int8_group", "int4_group", "int4_activations"),
+            *("weights", "int8_group", "int4_group", "int4_wide_layers", "int4_activations"),
             *("quantize_o", "quantize_lm_head", "kv", "kv_group"),
         )
         return dataclasses.replace(base, **{name: getattr(self, name) for name in names})
@@ -105,6 +107,8 @@ class Combination:
             parts.append(f"group {self.int8_group}")
         if self.weights == "int4" and self.int4_group != Combination().int4_group:
             parts.append(f"group {self.int4_group}")
+        if self.weights == "int4" and self.int4_wide_layers == "none":
+            parts.append("no wide layers")
         if self.int4_activations != Combination().int4_activations:
             parts.append(f"int4 activations {self.int4_activations}")
         parts += ["o_proj plain"] * (not self.quantize_o)

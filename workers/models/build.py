@@ -206,7 +206,7 @@ class _Builder:
         if self.config.moe_layers[index]:
             return self._moe(index)
         inner, bias = self.config.intermediate_size, self.config.mlp_bias
-        return self._mlp(f"model.layers.{index}.mlp", inner, bias)
+        return self._mlp(index, f"model.layers.{index}.mlp", inner, bias)
 
     def mixer(self, index: int) -> Attention | LinearAttention:
         """What makes the tokens of a layer see one another."""
@@ -236,7 +236,8 @@ class _Builder:
                 self._norm(f"{name}.k_norm", kv_size if full else dim),
             )
         stored_as = self.names.qkv and f"{name}.{self.names.qkv}"
-        qkv = self.linears.fused(parts, hidden, self.plan.format, config.qkv_bias, stored_as, order)
+        format = self.plan.of_sensitive(index, config.num_layers)
+        qkv = self.linears.fused(parts, hidden, format, config.qkv_bias, stored_as, order)
         o = self.linears.fused({f"{name}.o_proj": hidden}, q_size, self.plan.of_o(), config.o_bias)
         sinks = None
         if config.attention_sinks:
@@ -247,14 +248,16 @@ class _Builder:
             sinks = sinks[self.shard.heads.first : self.shard.heads.end].contiguous()
         return ShardAttention(self.shard.own_config, index, qkv, o, norms, sinks)
 
-    def _mlp(self, name: str, inner: int, bias: bool = False) -> Mlp:
+    def _mlp(self, index: int, name: str, inner: int, bias: bool = False) -> Mlp:
         gate_up = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
         down = {f"{name}.down_proj": self.config.hidden_size}
         kind = Mlp if self.shard is None else ShardMlp
         stored_as = self.names.gate_up and f"{name}.{self.names.gate_up}"
         return kind(
             self.linears.fused(gate_up, self.config.hidden_size, self.plan.format, bias, stored_as),
-            self.linears.fused(down, inner, self.plan.format, bias),
+            self.linears.fused(
+                down, inner, self.plan.of_sensitive(index, self.config.num_layers), bias
+            ),
             self.config.activation,
         )
 
@@ -263,9 +266,8 @@ class _Builder:
         name = self.names.moe_block(index, self.source.__contains__)
         router, shared, bias = {f"{name}.{self.names.router}": config.num_experts}, None, None
         if config.shared_expert_intermediate_size:
-            shared = self._mlp(
-                f"{name}.{self.names.shared_expert}", config.shared_expert_intermediate_size
-            )
+            shared_name = f"{name}.{self.names.shared_expert}"
+            shared = self._mlp(index, shared_name, config.shared_expert_intermediate_size)
             if config.shared_expert_gate:
                 router[f"{name}.shared_expert_gate"] = 1
         if config.router.has_choice_bias:

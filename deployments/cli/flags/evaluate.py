@@ -17,6 +17,7 @@ from penstock.workers.config import (
     WEIGHTS,
     Int4Activations,
     Int4Group,
+    Int4WideLayers,
     Int8Group,
     KvFormat,
     KvGroup,
@@ -118,6 +119,13 @@ def _add_combinations(parser: argparse.ArgumentParser) -> None:
         group, "--int8-group", get_args(Int8Group), "64", "of int8, activations that share a scale"
     )
     _add_list(group, "--int4-group", get_args(Int4Group), "16", "of int4, inputs that share a step")
+    _add_list(
+        group,
+        "--int4-wide-layers",
+        get_args(Int4WideLayers),
+        "auto",
+        "of int4, layers whose q, k, v and down projections are int8",
+    )
     _add_list(
         group,
         "--int4-activations",
