@@ -272,7 +272,8 @@ class ExpertOptions:
     expert_store: Literal["each", "one"] = option(
         "each",
         "nodes that hold all experts in shared memory; each: every node with workers; one: a "
-        "single node, which workers on other nodes read over the network",
+        "single node, which workers on other nodes read over the network, but not those of a group "
+        "(tensor_parallel_size, pipeline_parallel_size)",
     )
     expert_store_dir: str = option(
         "/dev/shm", "folder in memory for the experts of a node; needs room for all of them"
@@ -304,7 +305,8 @@ class ExpertOptions:
         None,
         "file written by `penstock calibrate`, for moe_mode sparse and streamed, and to prefetch "
         "neurons instead of whole experts; none: neuron_thresholds.json in the model's folder, for "
-        "sparse and streamed only",
+        "sparse and streamed only. Of a group over several nodes, the node of the first rank needs "
+        "it alone",
     )
 
 

@@ -85,12 +85,14 @@ class Engine:
         self._drafts = drafts_described(config, model, draft) if has_drafts else ""
         self.totals = Totals(rates=parts.rates)
         self.times = StepTimes()
-        self.async_scheduling = wants_async_scheduling(config, model.device, model.has_modes)
+        self.async_scheduling = wants_async_scheduling(
+            config, model.device, model.has_expert_caches
+        )
         self._in_flight: StepInFlight | None = None  # the last step, not read yet
         contexts = ContextSettings.of(
             config, self.max_model_len, unsupported_reason(model.whole_config)
         )
-        moe_mode = config.moe_mode if model.has_modes else "exact"
+        moe_mode = config.moe_mode if model.has_expert_caches else "exact"
         self.pooling = pooling or pooling_of(config.pooling)
         self.validator = RequestValidator(
             model.config.vocab_size,

@@ -34,7 +34,7 @@ ASSUMED = {1: 1.0, 4: 1.3, 8: 1.8, 16: 2.8}
 
 def unsupported_reason(model: Decoder) -> str | None:
     """Why drafts cannot be verified with `model`, or proposed, or None."""
-    if model.routed is not None:
+    if model.has_expert_caches:
         return "its experts come out of a cache (expert_cache_gb), and rejected rows would evict"
     if model.whole_config.has_states:
         return "its linear attention has a state, which rejected tokens would have changed"

@@ -216,7 +216,7 @@ def unsupported_reason(model: Decoder) -> str | None:
         return "this worker computes on a CPU"
     if model.whole_config.has_states:
         return "its linear attention has states, whose slots change with each step"
-    if model.routed is not None:
+    if model.has_expert_caches:
         return "experts come out of a cache (expert_cache_gb), as the host finds out in each step"
     mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeMlp)]
     if not all(isinstance(mlp.experts, GroupedExperts) for mlp in mlps):

@@ -93,7 +93,7 @@ class Executor:
         token_ids, positions = self.put(batch.token_ids), self.put(batch.positions)
         inputs = batch.inputs(self.put)
         self._feed(token_ids, batch, before)
-        modes = row_modes(step.moe_spans) if self.model.has_modes else None
+        modes = row_modes(step.moe_spans) if self.model.has_expert_caches else None
         self.model.announce(batch, token_ids, adapters, modes=modes)
         began_s = clock()
         moe_rows = None if modes is None else StepRows.with_modes(modes, self.model.device)

@@ -243,5 +243,5 @@ def count_neurons(chunks: list[Chunk], rows: StepRows) -> tuple[int, int]:
         seq.num_neurons += int(neurons[new].sum())
         seq.num_skipped_neurons += int(skipped[new].sum())
         seq.num_counted_tokens = max(seq.num_counted_tokens, end)
-        first += chunk.num_rows
+        first += chunk.length
     return int(neurons.sum()), int(skipped.sum())

@@ -55,8 +55,8 @@ class Decoder:
         self._final_norm = final_norm
         self._lm_head = lm_head
         self.routed = routed  # None unless experts are served from a cache
-        # Whether some rows of a step may be inexact: for these experts, or for other ranks'.
-        self.has_modes = routed is not None
+        # Here or, told by a group's first rank, on other ranks: some rows of a step may be inexact.
+        self.has_expert_caches = routed is not None
         self.num_scales = max(  # of a row that is rounded to int8
             (num_groups(p.in_features, p.group) for p in linears_of(layers) if p.takes_int8),
             default=1,

@@ -127,10 +127,13 @@ def epochs_of(view: ClusterView) -> list[int]:
 
 @pytest.mark.timeout(400)
 def test_the_experts_of_a_group_lie_where_its_ranks_are(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Each node's store has those of its rank, and all ranks follow it to another epoch."""
-    moe = dataclasses.replace(ENGINE, model="builtin-moe", expert_store_dir=str(tmp_path))
-    one = config_of(two_nodes, 1, engine=moe)
-    cached = dataclasses.replace(moe, expert_cache_gb=CACHE_GB)
+    """Each node's store has those of its rank, with copies, and all ranks follow it to another
+    epoch."""
+    cached = dataclasses.replace(
+        ENGINE, model="builtin-moe", expert_store_dir=str(tmp_path), expert_cache_gb=CACHE_GB,
+        moe_mode="quantized",
+    )  # fmt: skip
+    one = config_of(two_nodes, 1, engine=cached)
     group = config_of(two_nodes, 2, engine=cached)
     with deployed(one):
         alone = answers(one, NUM, TOKENS)
@@ -140,6 +143,7 @@ def test_the_experts_of_a_group_lie_where_its_ranks_are(two_nodes: Nodes, tmp_pa
         assert set(stores) == set(places) and len(stores) == 2
         own, far = (set(stores[node].experts()) for node in places)
         facts = stores[places[0]]
+        assert len(facts.entries) == 2 * len(own) and facts.copies == "int8"
         assert len(own | far) == len(facts.layers) * facts.num_experts and not own & far
         assert answers(group, NUM, TOKENS) == alone
         reloaded = asyncio.run(reload_stores(group.app_name))

@@ -99,7 +99,7 @@ class Leader:
             self._peers, self._send_all, num_here=len(self._processes)
         )
         model.on_adapters = adapters.before_step
-        model.on_experts, model.has_modes = self._use_experts, self._has_caches
+        model.on_experts, model.has_expert_caches = self._use_experts, self._has_caches
         if model.routed is not None:
             model.routed.on_prefetch = self._prefetch
         self._tell_of(model, wire.STEP, wire.LOGITS)

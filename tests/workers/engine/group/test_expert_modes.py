@@ -83,7 +83,7 @@ def both(
 def check_own(group: Engine) -> None:
     """The first rank has what it needs of its own experts, if there are some, and of no others."""
     routed = group.model.routed
-    assert isinstance(group.model, ShardDecoder) and group.model.has_modes
+    assert isinstance(group.model, ShardDecoder) and group.model.has_expert_caches
     if routed is None:
         return
     span, facts = group.model.shard.experts, routed.cache.manifest
@@ -98,7 +98,7 @@ def check_own(group: Engine) -> None:
 
 def exact(engine: Engine) -> dict[str, Any]:
     """What the plain model answers."""
-    assert not engine.model.has_modes
+    assert not engine.model.has_expert_caches
     return {name: each[:2] for name, each in asked(engine).items()}
 
 
