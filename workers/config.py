@@ -23,7 +23,6 @@ KvGroup = Literal["auto", "8", "32", "64", "head"]
 Int8Group = Literal["32", "64", "128", "row"]
 Int4Group = Literal["16", "32", "64", "128"]
 Int4Activations = Literal["auto", "int8", "plain"]
-Int4WideLayers = Literal["auto", "none"]
 ContextPolicyName = Literal["full", "sink_window"]
 MoeMode = Literal["exact", "quantized", "sparse", "streamed"]
 MoeScore = Literal["gate", "up", "product"]
@@ -87,12 +86,11 @@ class ModelOptions:
         "an offset; fewer lose less quality and take more memory: 5 bits a weight with 16, 4.5 "
         "with 32, 4.25 with 64 (docs/guide/quantisation.md)",
     )
-    int4_wide_layers: Int4WideLayers = option(
-        "auto",
-        "with int4 weights quantised while loading, layers whose q, k, v and down projections are "
-        "int8 instead, since these lose most; auto: the first and last eighth of the layers and "
-        "every third between, 5.6 bits a weight on average with int4_group 16; none: no layer, 5 "
-        "bits, and twice the loss (docs/guide/quantisation.md)",
+    int4_wide_layers: bool = option(
+        True,
+        "with int4 weights quantised while loading, have the q, k, v and down projections of the "
+        "first and last eighth of the layers, and of every third between, in int8 instead: half "
+        "the loss for 5.6 bits a weight in place of 5 (docs/guide/quantisation.md)",
     )
     int4_activations: Int4Activations = option(
         "auto",

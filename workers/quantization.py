@@ -91,8 +91,8 @@ INT4 = Int4Options()
 
 
 def int4_options(settings: ModelOptions) -> Int4Options:
-    wide = settings.int4_wide_layers == "auto"
-    return Int4Options(int(settings.int4_group), settings.int4_activations, wide)
+    group, wide = int(settings.int4_group), settings.int4_wide_layers
+    return Int4Options(group, settings.int4_activations, wide)
 
 
 def head_format(format: StoredFormat) -> QuantizedFormat:

@@ -64,7 +64,7 @@ def combination_of(weights: str, kv: str) -> Combination:
         weights=cast(WeightFormat, format),
         int8_group=cast(Int8Group, group_of.get("int8", Combination().int8_group)),
         int4_group=cast(Int4Group, group_of.get("int4", Combination().int4_group)),
-        int4_wide_layers="none" if variant == "narrow" else "auto",
+        int4_wide_layers=variant != "narrow",
         int4_activations="plain" if variant == "plain" else "auto",
         quantize_o=variant != "no-o",
         quantize_lm_head=variant == "head",

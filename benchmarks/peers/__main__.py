@@ -50,7 +50,7 @@ PENSTOCK: dict[str, dict[str, Any]] = {
     "int8, one scale a token": {"weights": "int8", "int8_group": None, **HEAD},
     "int4": {"weights": "int4", **HEAD},
     "int4, groups of 32": {"weights": "int4", "int4_group": 32, **HEAD},
-    "int4, no wide layers": {"weights": "int4", "int4_wide_layers": "none", **HEAD},
+    "int4, no wide layers": {"weights": "int4", "int4_wide_layers": False, **HEAD},
 }
 CALIBRATED = {  # what they are calibrated on, and the size of groups
     "int4, calibrated on itself": ("self", "16"),

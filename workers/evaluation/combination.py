@@ -14,7 +14,6 @@ from penstock.workers.config import (
     EngineConfig,
     Int4Activations,
     Int4Group,
-    Int4WideLayers,
     Int8Group,
     KvFormat,
     KvGroup,
@@ -72,7 +71,7 @@ class Combination:
     weights: WeightFormat = "auto"
     int8_group: Int8Group = "64"
     int4_group: Int4Group = "16"
-    int4_wide_layers: Int4WideLayers = "auto"
+    int4_wide_layers: bool = True
     int4_activations: Int4Activations = "auto"
     quantize_o: bool = True
     quantize_lm_head: bool = False
@@ -107,7 +106,7 @@ class Combination:
             parts.append(f"group {self.int8_group}")
         if self.weights == "int4" and self.int4_group != Combination().int4_group:
             parts.append(f"group {self.int4_group}")
-        if self.weights == "int4" and self.int4_wide_layers == "none":
+        if self.weights == "int4" and not self.int4_wide_layers:
             parts.append("no wide layers")
         if self.int4_activations != Combination().int4_activations:
             parts.append(f"int4 activations {self.int4_activations}")

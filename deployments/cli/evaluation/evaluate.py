@@ -136,12 +136,12 @@ def _weights_of(args: argparse.Namespace) -> Iterator[Combination]:
                 weights=weights,
                 int8_group=int8,
                 int4_group=int4,
-                int4_wide_layers=wide,
+                int4_wide_layers=wide == "on",
                 int4_activations=rows,
             )
             for int8 in (args.int8_group if is_int8 else (plain.int8_group,))
             for int4 in (args.int4_group if weights == "int4" else (plain.int4_group,))
-            for wide in (args.int4_wide_layers if weights == "int4" else (plain.int4_wide_layers,))
+            for wide in (args.int4_wide_layers if weights == "int4" else ("on",))
             for rows in (args.int4_activations if is_int4 else (plain.int4_activations,))
         )
 

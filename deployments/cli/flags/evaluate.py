@@ -17,7 +17,6 @@ from penstock.workers.config import (
     WEIGHTS,
     Int4Activations,
     Int4Group,
-    Int4WideLayers,
     Int8Group,
     KvFormat,
     KvGroup,
@@ -122,9 +121,9 @@ def _add_combinations(parser: argparse.ArgumentParser) -> None:
     _add_list(
         group,
         "--int4-wide-layers",
-        get_args(Int4WideLayers),
-        "auto",
-        "of int4, layers whose q, k, v and down projections are int8",
+        ("on", "off"),
+        "on",
+        "of int4, whether q, k, v and down of some layers are int8",
     )
     _add_list(
         group,

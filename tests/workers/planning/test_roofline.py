@@ -252,7 +252,8 @@ def test_int4_of_files_is_soon_compute_bound_and_of_int8_rows_later():
         return layers[0] / layers[1]
 
     assert gain("A100", "int4") == pytest.approx(2.39, abs=0.05)
-    assert gain("H200", "int4") == pytest.approx(3.06, abs=0.05)
+    # 3.06 if no layer were wide, whose q, k, v and down are int8.
+    assert gain("H200", "int4") == pytest.approx(2.70, abs=0.05)
     assert gain("A100", "int8") == pytest.approx(2.0, abs=0.06)
 
 
