@@ -44,8 +44,8 @@ MODELS = ("builtin", "builtin-moe")
 BASELINE = "fp32"
 WEIGHTS = (BASELINE, "bf16", "int8", "fp8", "int4", "nf4")
 # The recipe's two switches: without attention's output projections, and with the head; int8 with
-# other groups than 64, or one scale a row; int4 in other groups than 16, in all layers, or with plain
-# activations.
+# other groups than 64, or one scale a row; int4 in other groups than 16, without wide layers, or
+# with plain activations.
 VARIANTS = (
     *("int8-no-o", "int8-head", "int4-no-o", "int4-head", "nf4-head"),
     *("int8-32", "int8-128", "int8-row", "int4-32", "int4-64", "int4-128", "int4-plain"),

@@ -66,17 +66,28 @@ def cases(args: argparse.Namespace, work: Path) -> list[Case]:
     if not folder.exists():
         write_off_grid(resolve_model("smollm2"), folder)
     return [
-        *_penstock(folder, work),
-        *(_openvino(args.openvino, folder, work) if args.openvino else ()),
+        *_penstock(args, folder, work),
+        *(_openvino(args, folder, work) if args.openvino else ()),
         *(_llama_cpp(args, folder, work) if args.llama_cpp else ()),
     ]
 
 
-def _penstock(folder: Path, work: Path) -> list[Case]:
-    models = {name: (folder, settings) for name, settings in PENSTOCK.items()}
+def wants(args: argparse.Namespace, system: str, format: str) -> bool:
+    """Whether this format is compared: what the others of its system are judged by always is."""
+    return not args.formats or format in (BASES[system], *args.formats)
+
+
+def _penstock(args: argparse.Namespace, folder: Path, work: Path) -> list[Case]:
+    models = {
+        name: (folder, settings)
+        for name, settings in PENSTOCK.items()
+        if wants(args, "Penstock", name)
+    }
     text = work / "text.txt"
     text.write_text(calibration_text(CORPUS), encoding="utf-8")
     for name, (source, group) in CALIBRATED.items():
+        if not wants(args, "Penstock", name):
+            continue
         out = work / f"calibrated-{source}-{group}"
         given = str(text) if source == "text" else source
         options = ["--to", "int4", "--grid", "steps", "--group-size", group, "--hadamard"]
@@ -91,9 +102,11 @@ def _penstock(folder: Path, work: Path) -> list[Case]:
     ]  # fmt: skip
 
 
-def _openvino(python: str, folder: Path, work: Path) -> list[Case]:
-    vocab, found = ModelConfig.from_pretrained(folder).vocab_size, []
+def _openvino(args: argparse.Namespace, folder: Path, work: Path) -> list[Case]:
+    python, vocab, found = args.openvino, ModelConfig.from_pretrained(folder).vocab_size, []
     for kind in convert.OPENVINO:
+        if not wants(args, "OpenVINO", kind):
+            continue
         out = work / f"openvino-{kind.replace(', ', '-').replace(' ', '-')}"
         if not (out / "openvino_model.xml").exists():
             convert.export_openvino(python, folder, out, kind)
@@ -110,6 +123,8 @@ def _llama_cpp(args: argparse.Namespace, folder: Path, work: Path) -> list[Case]
         convert.write_gguf(resolve_model("smollm2"), folder, plain)
     found = []
     for kind in convert.LLAMA_CPP:
+        if not wants(args, "llama.cpp", kind):
+            continue
         file = work / f"{kind}.gguf"
         if not file.exists():
             convert.quantize_gguf(python, plain, file, kind, args.threads)
@@ -168,6 +183,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("peers-work"), help="is kept")
     parser.add_argument("--windows", type=int, default=16, help=f"of {WINDOW} tokens (default: 16)")
     parser.add_argument("--rounds", type=int, default=3, help="of the speeds (default: 3)")
+    parser.add_argument("--formats", nargs="+", metavar="NAME",
+                        help="only these, as the table names them (default: all)")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="write the picture here")
