@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     experts = commands.add_parser(
         "experts", help="show hit rates and transfers of a server's expert caches"
     )
-    add_server_flags(experts)
+    add_server_flags(experts, model=None)
     experts.add_argument(
         "--reload",
         action="store_true",
@@ -92,17 +92,17 @@ def build_parser() -> argparse.ArgumentParser:
     add_eval(commands, _eval)
     add_calibrate(commands, run_calibrate)
     models = commands.add_parser("models", help="list the models of a server")
-    add_server_flags(models)
+    add_server_flags(models, model=None)
     models.set_defaults(run=_models)
     status = commands.add_parser(
         "status", help="show a server's nodes, workers, scaling decisions and batches"
     )
-    add_server_flags(status)
+    add_server_flags(status, model=None)
     status.set_defaults(run=_status)
     queue = commands.add_parser(
         "queue", help="show the requests that wait at a server's gate, and why"
     )
-    add_server_flags(queue)
+    add_server_flags(queue, model="only the queue of this model; none: of all models")
     queue.add_argument(
         "--limit", type=int, default=50, metavar="N", help="maximum rows (default: 50)"
     )
@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="show where one request has been, and what was decided about its memory"
     )
-    add_server_flags(explain)
+    add_server_flags(explain, model=None)
     explain.add_argument(
         "request_id",
         metavar="REQUEST",
@@ -173,7 +173,9 @@ def _complete(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
-    with _server(args) as server:
+    from penstock.deployments.cli.server import connect
+
+    with connect(args.url, api_key=_api_key(args), tls=tls_of(args, args.url)) as server:
         print("\n".join(server.models()))
     return 0
 

@@ -457,6 +457,7 @@ def test_every_setting_has_its_flag():
         (["bench"], "required: WHAT; see `penstock bench --help`"),
         (["quantize", "m"], "required: --to"),
         (["chat", "--frobnicate"], "unknown flag --frobnicate; see `penstock chat --help`"),
+        (["status", "--model", "m"], "unknown flag --model; see `penstock status --help`"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["serve", "/nowhere"], "not found"),
         (["serve", "hf://org/name"], "write the hub id without the address: org/name"),
