@@ -35,12 +35,16 @@ from penstock.deployments.cli.quantize import add_quantize, run_quantize
 from penstock.deployments.config import config_from
 from penstock.deployments.config_file import as_yaml
 from penstock.deployments.config_values import values_by_group
+from penstock.deployments.placement import SHORT_SPINS
 from penstock.deployments.security.key_file import read_client_key
 from penstock.workers.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    # For commands with an engine in this process, and before PyTorch is loaded, when OpenMP reads it.
+    for name, value in SHORT_SPINS.items():
+        os.environ.setdefault(name, value)
     parser = build_parser()
     try:
         args = parser.parse_args(arguments)

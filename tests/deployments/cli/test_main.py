@@ -474,6 +474,20 @@ def test_misuse_is_explained_and_has_status_2(capsys, arguments, words):
     assert words in said.err and said.err.startswith("penstock: ") and not said.out
 
 
+def test_threads_of_an_engine_in_this_process_spin_briefly():
+    """Set before PyTorch is loaded, when OpenMP reads it; a value of the caller stays."""
+    script = (
+        "import os, sys; from penstock.deployments.cli.main import main; main(['version']); "
+        "print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    for given, count in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        ran = subprocess.run(
+            [sys.executable, "-c", script], env=plain | given, capture_output=True, text=True
+        )
+        assert ran.stdout.splitlines()[-1] == f"{count} False", ran.stderr
+
+
 def test_without_a_command_the_help_is_printed(capsys):
     assert main([]) == 0
     assert "penstock COMMAND" in capsys.readouterr().out.replace("[-h] [--version] ", "")
