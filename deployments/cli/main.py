@@ -42,7 +42,7 @@ from penstock.workers.errors import ConfigError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
-    # For commands with an engine in this process, and before PyTorch is loaded, when OpenMP reads it.
+    # For engines in this process. OpenMP reads it when PyTorch is loaded.
     for name, value in SHORT_SPINS.items():
         os.environ.setdefault(name, value)
     parser = build_parser()
