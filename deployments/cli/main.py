@@ -52,9 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         status: int = args.run(args)
+        sys.stdout.flush()
         return status
     except ConfigError as error:
         return _fail(error, 2)
+    except BrokenPipeError:  # who reads the output has ended, as `head` does: nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
     except (RuntimeError, OSError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:

@@ -488,6 +488,14 @@ def test_threads_of_an_engine_in_this_process_spin_briefly():
         assert ran.stdout.splitlines()[-1] == f"{count} False", ran.stderr
 
 
+def test_a_reader_of_the_output_that_ends_early_is_no_error_to_report():
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run([*PENSTOCK, "plan", "Llama-3-8B"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (1, b"")
+
+
 def test_without_a_command_the_help_is_printed(capsys):
     assert main([]) == 0
     assert "penstock COMMAND" in capsys.readouterr().out.replace("[-h] [--version] ", "")
