@@ -165,6 +165,10 @@ def _lower(
     if floor >= current:
         return "hold", current, f"{current} workers fit the load ({state.needed} were needed)"
     if signals.starting:
+        # The history has one entry a bucket: an order given within one may not be in it. What is
+        # wanted counts workers that start as ready by then, so they look superfluous at once.
+        if now - state.last_up < config.cancel_s:
+            return "hold", current, f"{floor} would suffice, holds {current}: the order is recent"
         recent = max(
             (each for at, _, each in state.history if at > now - config.cancel_s), default=0
         )

@@ -23,9 +23,11 @@ def run_experts(url: str, api_key: str | None, tls: ClientTls | None = None) -> 
     if not found:
         print("no worker has an expert cache; `penstock serve --expert-cache-gb X` makes one")
         return 1
+    has_several = len({each["model"] for each in found}) > 1
     for each in found:
+        name = f"{each['id']} of {each['model']}" if has_several else each["id"]
         of_rank = "" if each["num_ranks"] == 1 else f", the first of {each['num_ranks']} ranks"
-        print("\n".join(table(f"{each['id']}{of_rank}", each["experts"])))
+        print("\n".join(table(f"{name}{of_rank}", each["experts"])))
     return 0
 
 

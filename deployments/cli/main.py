@@ -35,12 +35,16 @@ from penstock.deployments.cli.quantize import add_quantize, run_quantize
 from penstock.deployments.config import config_from
 from penstock.deployments.config_file import as_yaml
 from penstock.deployments.config_values import values_by_group
+from penstock.deployments.placement import SHORT_SPINS
 from penstock.deployments.security.key_file import read_client_key
 from penstock.workers.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    # For engines in this process. OpenMP reads it when PyTorch is loaded.
+    for name, value in SHORT_SPINS.items():
+        os.environ.setdefault(name, value)
     parser = build_parser()
     try:
         args = parser.parse_args(arguments)
@@ -48,9 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         status: int = args.run(args)
+        sys.stdout.flush()
         return status
     except ConfigError as error:
         return _fail(error, 2)
+    except BrokenPipeError:  # who reads the output has ended, as `head` does: nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
     except (RuntimeError, OSError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
@@ -81,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     experts = commands.add_parser(
         "experts", help="show hit rates and transfers of a server's expert caches"
     )
-    add_server_flags(experts)
+    add_server_flags(experts, model=None)
     experts.add_argument(
         "--reload",
         action="store_true",
@@ -92,17 +100,17 @@ def build_parser() -> argparse.ArgumentParser:
     add_eval(commands, _eval)
     add_calibrate(commands, run_calibrate)
     models = commands.add_parser("models", help="list the models of a server")
-    add_server_flags(models)
+    add_server_flags(models, model=None)
     models.set_defaults(run=_models)
     status = commands.add_parser(
         "status", help="show a server's nodes, workers, scaling decisions and batches"
     )
-    add_server_flags(status)
+    add_server_flags(status, model=None)
     status.set_defaults(run=_status)
     queue = commands.add_parser(
         "queue", help="show the requests that wait at a server's gate, and why"
     )
-    add_server_flags(queue)
+    add_server_flags(queue, model="only the queue of this model; none: of all models")
     queue.add_argument(
         "--limit", type=int, default=50, metavar="N", help="maximum rows (default: 50)"
     )
@@ -110,7 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="show where one request has been, and what was decided about its memory"
     )
-    add_server_flags(explain)
+    add_server_flags(explain, model=None)
     explain.add_argument(
         "request_id",
         metavar="REQUEST",
@@ -173,7 +181,9 @@ def _complete(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
-    with _server(args) as server:
+    from penstock.deployments.cli.server import connect
+
+    with connect(args.url, api_key=_api_key(args), tls=tls_of(args, args.url)) as server:
         print("\n".join(server.models()))
     return 0
 

@@ -16,8 +16,13 @@ TLS_SCHEMES = ("https://", "grpcs://")
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # a secret: other users can read command lines
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Which server a command calls, and the key it sends."""
+def add_server_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    model: str | None = "model name; none: the first one that is served",
+) -> None:
+    """Which server a command calls, and the key it sends. `model`: help of --model; None: the
+    command is about the whole server, and has no such flag."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--url",
@@ -27,7 +32,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="http://host:port, host:port for short, or grpc://host:port; https:// and grpcs:// "
         f"with TLS (default: {DEFAULT_URL})",
     )
-    group.add_argument("--model", help="model name; none: the first one that is served")
+    if model is not None:
+        group.add_argument("--model", help=model)
     group.add_argument(
         "--api-key-file",
         metavar="FILE",

@@ -183,3 +183,29 @@ def test_an_order_is_kept_for_a_minute_where_the_windows_are_shorter() -> None:
         numbers.append(ordered)
     raised = next(at for at, number in enumerate(numbers) if number > 2)
     assert all(number > 2 for number in numbers[raised:])
+
+
+def test_workers_ordered_for_a_backlog_are_not_cancelled_since_they_will_have_served_it() -> None:
+    """60 requests at once: within the same bucket, the backlog is one that the ordered workers
+    will have served by the time an order of now is ready."""
+    config = replace(CONFIG, max_workers=3, target_wait_s=1.0, down_window_s=5.0)
+    work, decision = 0.0, None
+    for second in range(62):
+        now = float(second)
+        waiting = 0 if second < 57 else 60
+        work += 73.0 if second == 57 else 0.0
+        decision = decide(
+            signals(
+                offered_work_s=work,
+                backlog_s={57: 73.0}.get(second, 8.0 if second > 57 else 0.0),
+                num_waiting=waiting,
+                num_running=4 if waiting else 0,
+                ready=1,
+                starting=2 if second > 57 else 0,
+                start_s=5.0,
+            ),
+            None if decision is None else decision.state,
+            now,
+            config,
+        )
+        assert decision.number == (1 if second < 57 else 3), (second, decision.reason)

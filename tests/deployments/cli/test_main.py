@@ -458,6 +458,7 @@ def test_every_setting_has_its_flag():
         (["bench"], "required: WHAT; see `penstock bench --help`"),
         (["quantize", "m"], "required: --to"),
         (["chat", "--frobnicate"], "unknown flag --frobnicate; see `penstock chat --help`"),
+        (["status", "--model", "m"], "unknown flag --model; see `penstock status --help`"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["serve", "/nowhere"], "not found"),
         (["serve", "hf://org/name"], "write the hub id without the address: org/name"),
@@ -472,6 +473,28 @@ def test_misuse_is_explained_and_has_status_2(capsys, arguments, words):
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.startswith("penstock: ") and not said.out
+
+
+def test_threads_of_an_engine_in_this_process_spin_briefly():
+    """Set before PyTorch is loaded, when OpenMP reads it; a value of the caller stays."""
+    script = (
+        "import os, sys; from penstock.deployments.cli.main import main; main(['version']); "
+        "print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    for given, count in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        ran = subprocess.run(
+            [sys.executable, "-c", script], env=plain | given, capture_output=True, text=True
+        )
+        assert ran.stdout.splitlines()[-1] == f"{count} False", ran.stderr
+
+
+def test_a_reader_of_the_output_that_ends_early_is_no_error_to_report():
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run([*PENSTOCK, "plan", "Llama-3-8B"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 def test_without_a_command_the_help_is_printed(capsys):
