@@ -172,7 +172,7 @@ TABLES: dict[str, Table] = {
     ),
     "speculation-proposer": Table(["speculation/epyc-zen4-proposer"], speculation.proposer),
     "int4-by-rows": Table(["int4-by-rows/epyc-zen5"], memory.int4_by_rows),
-    "int4-unprepared": Table(["format-quality/xeon-amx-unprepared"], memory.int4_quality),
+    "int4-unprepared": Table(["format-quality/epyc-unprepared"], memory.int4_quality),
     "int4-off-grid": Table(["format-quality/epyc-smollm2-off-grid"], memory.int4_quality),
     "format-quality-dense": Table(["format-quality/xeon-amx-dense"], memory.format_quality),
     "format-quality-smollm2": Table(["format-quality/xeon-amx-smollm2"], memory.format_quality),
