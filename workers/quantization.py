@@ -70,29 +70,25 @@ class StoredScheme:
 class Int4Options:
     """`group`: inputs of int4 weights, rounded at load, that share a step and an offset.
     `activations` of int4 weights: rounded to int8 in groups; plain: as they are; auto: plain for
-    stored weights only. `wide_layers`: some layers' q, k, v and down are int8 instead, which takes
-    rounded activations."""
+    stored weights only."""
 
     group: int = 16  # as kernels.quant.INT4_STEP_GROUP
     activations: Int4Activations = "auto"
-    wide_layers: bool = False
-
-    def widens(self, layer: int, num_layers: int) -> bool:
-        """The first and the last eighth of the layers, and every third between: those whose v and
-        down get more bits in llama.cpp's Q4_K_M (`use_more_bits` in llama-quant.cpp)."""
-        if not self.wide_layers or self.activations == "plain":
-            return False
-        eighth = num_layers // 8
-        is_outer = layer < eighth or layer >= 7 * num_layers // 8
-        return is_outer or (layer - eighth) % 3 == 2
 
 
 INT4 = Int4Options()
 
 
 def int4_options(settings: ModelOptions) -> Int4Options:
-    group, wide = int(settings.int4_group), settings.int4_wide_layers
-    return Int4Options(group, settings.int4_activations, wide)
+    return Int4Options(int(settings.int4_group), settings.int4_activations)
+
+
+def is_wide(layer: int, num_layers: int) -> bool:
+    """The first and the last eighth of the layers, and every third between: those whose v and down
+    get more bits in llama.cpp's Q4_K_M (`use_more_bits` in llama-quant.cpp)."""
+    eighth = num_layers // 8
+    is_outer = layer < eighth or layer >= 7 * num_layers // 8
+    return is_outer or (layer - eighth) % 3 == 2
 
 
 def head_format(format: StoredFormat) -> QuantizedFormat:
@@ -109,7 +105,8 @@ class WeightPlan:
     not the head.
 
     Embeddings, norms, biases and routers are never quantised. `int8_group`: inputs of int8 weights,
-    stored ones too, whose activations share a scale; None: a whole row.
+    stored ones too, whose activations share a scale; None: a whole row. `wide_layers`: beside int4
+    whose activations are rounded, q, k, v and down of the layers that `is_wide` are int8.
     """
 
     format: QuantizedFormat | None = None
@@ -117,10 +114,12 @@ class WeightPlan:
     head: QuantizedFormat | None = None
     int8_group: int | None = 64  # as kernels.quant.INT8_GROUP
     int4: Int4Options = INT4
+    wide_layers: bool = False
 
     def of_sensitive(self, layer: int, num_layers: int) -> QuantizedFormat | None:
         """The format of q, k and v, and of down but in routed experts: of one layer of a model."""
-        if self.format == "int4" and self.int4.widens(layer, num_layers):
+        is_rounded = self.format == "int4" and self.int4.activations != "plain"
+        if is_rounded and self.wide_layers and is_wide(layer, num_layers):
             return "int8"
         return self.format
 

@@ -26,8 +26,8 @@ BLOCK_SIZE = 16  # EngineConfig's
 
 def load(model: str, settings: dict[str, Any]) -> Decoder:
     known = {name: value for name, value in settings.items() if name != "kv"}
-    wide = known.pop("int4_wide_layers", True)
-    int4 = Int4Options(known.pop("int4_group", 16), known.pop("int4_activations", "auto"), wide)
+    int4 = Int4Options(known.pop("int4_group", 16), known.pop("int4_activations", "auto"))
+    known.setdefault("int4_wide_layers", True)
     return load_model(model, **{"dtype": "bf16", "progress": False, "int4": int4, **known})
 
 

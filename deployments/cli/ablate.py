@@ -51,7 +51,13 @@ def run_ablate(args: argparse.Namespace) -> int:
 
     @functools.cache
     def model(weights: str) -> Any:
-        return load_model(folder, weights=weights, device=device, progress=not args.no_progress)
+        return load_model(
+            folder,
+            weights=weights,
+            int4_wide_layers=True,  # as penstock serve has it by default
+            device=device,
+            progress=not args.no_progress,
+        )
 
     calls = _calls(jobs, args.seed, args.shared_prefix)
     longest = max(job.output_tokens for job in jobs)

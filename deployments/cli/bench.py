@@ -149,7 +149,11 @@ def run_offline(args: argparse.Namespace) -> int:
     jobs = jobs_of(args)
     device, threads = compute_of(args)
     model = load_model(
-        args.model_path, weights=args.weights, device=device, progress=not args.no_progress
+        args.model_path,
+        weights=args.weights,
+        int4_wide_layers=True,  # as penstock serve has it by default
+        device=device,
+        progress=not args.no_progress,
     )
     config = EngineConfig(
         model=args.model_path,

@@ -60,7 +60,7 @@ def load_draft(
         folder,
         weights=config.draft_weights,
         quantize_lm_head=True,
-        int4=replace(int4_options(config), wide_layers=False),  # it is for speed
+        int4=int4_options(config),
         dtype=dtype,
         device=device,
         progress=report,

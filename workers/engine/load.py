@@ -143,6 +143,7 @@ def load_configured(
         quantize_lm_head=config.quantize_lm_head,
         int8_group=None if config.int8_group == "row" else int(config.int8_group),
         int4=int4_options(config),
+        int4_wide_layers=config.int4_wide_layers,
         dtype=dtype,
         device=device,
         progress=progress,

@@ -51,6 +51,7 @@ def load_model(
     quantize_lm_head: bool = False,
     int8_group: int | None = INT8_GROUP,
     int4: Int4Options = INT4,
+    int4_wide_layers: bool = False,
     dtype: str = "auto",
     device: str = "cpu",
     progress: bool | Report = True,
@@ -66,6 +67,7 @@ def load_model(
     checkpoint that is already quantised is served as stored, but for a plain head with
     `quantize_lm_head`; or dequantised with "fp32" and "bf16".
     `int8_group`: inputs of int8 weights whose activations share a scale; None: a whole row.
+    `int4_wide_layers`: some layers' q, k, v and down are int8 where `weights` is int4.
     `dtype`: of activations and of weights that are not quantised: "auto" is the checkpoint's (fp16
     becomes bf16 or fp32 on a CPU), or `weights` if that is a float format. `progress`: who is told
     of it; True: a bar if stderr is a terminal; False: nobody. With `experts`, routed experts stay
@@ -80,8 +82,12 @@ def load_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
     config = config.for_length(max_model_len)
-    plan = weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head)
-    plan = dataclasses.replace(plan, int8_group=int8_group, int4=int4)
+    plan = dataclasses.replace(
+        weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head),
+        int8_group=int8_group,
+        int4=int4,
+        wide_layers=int4_wide_layers,
+    )
     routed, in_expert_file = None, set[str]()
     if experts is not None:
         routed, in_expert_file = build_experts(

@@ -24,7 +24,7 @@ from penstock.workers.planning.hardware import (
 )
 from penstock.workers.planning.parameters import count_parameters
 from penstock.workers.planning.step_time import StepTime
-from penstock.workers.quantization import Int4Options
+from penstock.workers.quantization import is_wide
 
 BLOCK_ALIGN_BYTES = 512  # as the arena's blocks
 
@@ -306,13 +306,13 @@ class Roofline:
     @property
     def _more_in_wide_layers(self) -> float:
         """Bytes by which int8 exceeds int4 in the layers where q, k, v and down are int8."""
-        m, options = self.model, Int4Options(wide_layers=True)
+        m = self.model
         if self.weights != "int4":
             return 0.0
         qkv = (m.num_heads * (1 + m.attention_gate) + 2 * m.num_kv_heads) * m.head_dim
         num_weights = 0
         for layer in range(m.num_layers):
-            if options.widens(layer, m.num_layers):
+            if is_wide(layer, m.num_layers):
                 num_weights += 0 if m.is_linear(layer) else qkv * m.hidden_size
                 is_moe = m.moe_layers[layer]
                 inner = m.shared_expert_intermediate_size if is_moe else m.intermediate_size
