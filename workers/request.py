@@ -362,7 +362,9 @@ def _ids_in_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _in_range(name: str, value: float, bounds: Bounds) -> None:
-    if bounds in (FROM_0, FROM_1) and value > bounds.high:
-        raise RequestError(f"{name} must be at most {bounds.high:.10g}", param=name)
-    if not bounds.has(value):
-        raise RequestError(_MESSAGES.get(name, f"{name} must lie in {bounds}"), param=name)
+    if bounds.has(value):
+        return
+    told = _MESSAGES.get(name)
+    if told is None or (value > bounds.high and name != "seed"):
+        told = f"{name} must lie in {bounds}"
+    raise RequestError(told, param=name)

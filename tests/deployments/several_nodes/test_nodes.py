@@ -52,7 +52,9 @@ def test_a_rolling_update_fails_no_request(cluster, config):
 def test_a_killed_node_costs_the_streams_of_its_ingress_and_one_that_joins_takes_its_place(
     cluster, config, ray_nodes, worker_nodes
 ):
-    if worker_nodes[1] not in ray_nodes:  # an attempt before this one killed it, and then failed
+    alive = {each.node for each in cluster.view().nodes}
+    if worker_nodes[1] not in ray_nodes or worker_nodes[1].node_id[:8] not in alive:
+        # An attempt before this one killed it, or the one that joined has ended since.
         worker_nodes[1] = ray_nodes.add(is_for_ingress=True)
         await_view(
             cluster, lambda view: [each.num_workers for each in view.ingresses] == [2, 2], 120

@@ -339,7 +339,7 @@ BAD_VALUES = {
     "temperature": ("0.5", "invalid_value", "valid number"),
     "seed": (2**63, "invalid_value", "64-bit"),
     "max_tokens": (1.5, "invalid_value", "valid integer"),
-    "min_tokens": (10**30, "invalid_value", "at most 2147483647"),
+    "min_tokens": (10**30, "invalid_value", "lie in [0, 2147483647]"),
     "stop": ([1], "invalid_value", "valid string"),
     "stream": ("yes", "invalid_value", "valid boolean"),
     "top_k": (-2, "invalid_value", "top_k"),
