@@ -61,6 +61,7 @@ class Roofline:
     quantised_embedding: bool = False
     quantised_head: bool = False
     quantised_output: bool = True
+    wide_layers: bool = True  # of int4: some layers' q, k, v and down are int8; not of drafts
     block_size: int = 16
     batched_tokens: int = 0
     reserve_bytes: float = 0
@@ -307,7 +308,7 @@ class Roofline:
     def _more_in_wide_layers(self) -> float:
         """Bytes by which int8 exceeds int4 in the layers where q, k, v and down are int8."""
         m = self.model
-        if self.weights != "int4":
+        if self.weights != "int4" or not self.wide_layers:
             return 0.0
         qkv = (m.num_heads * (1 + m.attention_gate) + 2 * m.num_kv_heads) * m.head_dim
         num_weights = 0

@@ -127,8 +127,14 @@ def _draft(args: argparse.Namespace, base: Roofline) -> Roofline | None:
         return None
     model = base.model if args.draft_model is None else _model(args.draft_model)[0]
     group = _kv_group(args.kv_group, model.head_dim)
-    weights = args.draft_weights
-    return replace(base, model=model, weights=weights, kv_group=group, quantised_head=True)
+    return replace(
+        base,
+        model=model,
+        weights=args.draft_weights,
+        kv_group=group,
+        quantised_head=True,
+        wide_layers=False,
+    )
 
 
 def _groups(args: argparse.Namespace, model: ModelConfig) -> list[Group]:

@@ -33,7 +33,7 @@ CPU, GPU = SimpleNamespace(type="cpu"), SimpleNamespace(type="cuda")
 
 def model_with(**more: Any) -> Any:
     config = SimpleNamespace(has_states=False)
-    known = {"device": CPU, "routed": None, "generates": True, "whole_config": config}
+    known = {"device": CPU, "generates": True, "whole_config": config, "has_expert_caches": False}
     return SimpleNamespace(**{**known, **more})
 
 
@@ -61,7 +61,7 @@ def test_the_planner_counts_the_bytes_of_a_draft_model(name):
     weights = "fp32" if model.dtype == torch.float32 else "bf16"
     planned = Roofline(
         *(shape, device, weights),
-        draft=Roofline(shape, device, "int4", quantised_head=True),
+        draft=Roofline(shape, device, "int4", quantised_head=True, wide_layers=False),
     )
     table = model.embedding.nbytes
     assert planned.draft_bytes == pytest.approx(draft.weights.num_bytes - table, rel=0.03)
@@ -69,7 +69,7 @@ def test_the_planner_counts_the_bytes_of_a_draft_model(name):
 
 def test_where_there_are_no_drafts_auto_is_off_and_others_are_refused(monkeypatch):
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"routed": object()}, "expert_cache_gb"),
+        ({"has_expert_caches": True}, "expert_cache_gb"),
         ({"generates": False}, "generates no text"),
         ({"whole_config": SimpleNamespace(has_states=True)}, "linear attention has a state"),
     ]
