@@ -84,8 +84,8 @@ def int4_options(settings: ModelOptions) -> Int4Options:
 
 
 def is_wide(layer: int, num_layers: int) -> bool:
-    """The first and the last eighth of the layers, and every third between: those whose v and down
-    get more bits in llama.cpp's Q4_K_M (`use_more_bits` in llama-quant.cpp)."""
+    """Whether a layer lies in the first or the last eighth, or is every third between. llama.cpp's
+    Q4_K_M stores v and down of these layers with more bits (`use_more_bits` in llama-quant.cpp)."""
     eighth = num_layers // 8
     is_outer = layer < eighth or layer >= 7 * num_layers // 8
     return is_outer or (layer - eighth) % 3 == 2

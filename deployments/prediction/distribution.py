@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 MAX_LENGTH = 1 << 20
 GROWTH = 1.22
 MIN_HAZARD, MAX_HAZARD = 1e-7, 1.0 - 1e-7
-LIFT = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
+ROW_OFFSET = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
 _TINY = 1e-300
 _SLACK = 1e-6  # of a token: rounding must not push a quantile to the next length
 
@@ -168,14 +168,14 @@ class LengthDistribution:
 class StackedDistributions:
     """The distributions of n answers in one array, evaluated together."""
 
-    flat: Floats  # [n * (bins + 1)] cumulative hazards, LIFT higher in each row: one sorted array
+    flat: Floats  # [n * (bins + 1)] cumulative hazards, each row plus its offset: one sorted array
     max_tokens: Ints  # [n], MAX_LENGTH where there is no limit
     min_tokens: Ints  # [n]
 
     def take(self, rows: Ints) -> StackedDistributions:
         """The distributions of these rows [m], in this order."""
         table = self.flat.reshape(-1, NUM_BINS + 1)[rows]
-        moved = table + LIFT * (np.arange(len(rows)) - rows)[:, None]
+        moved = table + ROW_OFFSET * (np.arange(len(rows)) - rows)[:, None]
         return StackedDistributions(moved.ravel(), self.max_tokens[rows], self.min_tokens[rows])
 
     def sample_remaining(self, generated: Ints, uniforms: Floats) -> Ints:
@@ -196,7 +196,7 @@ class StackedDistributions:
 
 
 def hazards_at(flat: Floats, first: Ints, lengths: Ints) -> Floats:
-    """[n, m] whole lengths up to MAX_LENGTH -> [n, m] cumulative hazards, lifted as in `flat`.
+    """[n, m] whole lengths up to MAX_LENGTH -> [n, m] cumulative hazards, with the row offsets of `flat`.
 
     first [n, 1]: where each distribution begins in `flat`.
     """
@@ -209,7 +209,7 @@ def hazards_at(flat: Floats, first: Ints, lengths: Ints) -> Floats:
 
 
 def places_of(flat: Floats, first: Ints, target: Floats) -> Ints:
-    """[n, m] lifted cumulative hazards -> [n, m] the bin in `flat` that each lies in."""
+    """[n, m] cumulative hazards with row offsets -> [n, m] the bin in `flat` of each."""
     place = np.searchsorted(flat, target.ravel(), side="right").reshape(target.shape) - 1
     return np.minimum(np.maximum(place, first), first + NUM_BINS - 1)
 
@@ -227,7 +227,7 @@ def stack(distributions: Sequence[LengthDistribution]) -> StackedDistributions:
     table = np.array([each.cumulative for each in distributions])
     table = table.reshape(len(distributions), NUM_BINS + 1)
     return StackedDistributions(
-        (table + LIFT * np.arange(len(distributions))[:, None]).ravel(),
+        (table + ROW_OFFSET * np.arange(len(distributions))[:, None]).ravel(),
         np.array(limits, np.int64),
         np.array([each.min_tokens for each in distributions], np.int64),
     )

@@ -34,7 +34,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """By what one rank of a group divides its memory, or a process without others."""
+    """The sizes that determine how one rank of a group, or a single process, divides its memory."""
 
     plan: BufferPlan  # of a step's activations
     layout: BlockLayout
@@ -93,8 +93,8 @@ def step_memory(
 def sizes_of_ranks(
     model: Decoder, layout: BlockLayout, bytes_of_parts: Sequence[int]
 ) -> list[RankSizes]:
-    """Of all ranks of a group, on the first one, whose blocks have `layout`. `bytes_of_parts`: of
-    states."""
+    """The sizes of all ranks of a group, computed on the first rank, whose blocks have `layout`.
+    `bytes_of_parts`: bytes of recurrent states of each rank."""
     return [
         RankSizes(
             plan,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.deployments.prediction.distribution import (
-    LIFT,
     MAX_LENGTH,
     NUM_BINS,
+    ROW_OFFSET,
     Floats,
     Ints,
     LengthDistribution,
@@ -32,7 +32,7 @@ class HeldFutures:
         self._num_samples = num_samples
         self._free: list[int] = []
         columns = num_samples + len(MIDDLES)
-        self._hazards = np.zeros((0, NUM_BINS + 1))  # cumulative, LIFT higher in each row
+        self._hazards = np.zeros((0, NUM_BINS + 1))  # cumulative, row r plus r * ROW_OFFSET
         self._died = np.zeros((0, NUM_BINS + 1))  # of each bin: P(ends in it | reaches it)
         self._drawn = np.zeros((0, columns))  # of each future: -ln(1 - its uniform number)
         self._places = np.zeros((0, columns), np.int64)  # its bin, in all of `_hazards`
@@ -43,7 +43,7 @@ class HeldFutures:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        self._hazards[row] = length.cumulative + LIFT * row
+        self._hazards[row] = length.cumulative + ROW_OFFSET * row
         self._died[row, :-1] = -np.expm1(-np.diff(self._hazards[row]))
         self._drawn[row] = -np.log1p(-np.concatenate((uniforms, MIDDLES)))
         self._places[row] = (NUM_BINS + 1) * row
@@ -52,7 +52,7 @@ class HeldFutures:
         return row
 
     def remove(self, row: int) -> None:
-        """The row may be given again."""
+        """Free the row, for a later `add`."""
         self._free.append(row)
 
     def remaining(self, rows: Ints, generated: Ints) -> Ints:
@@ -84,11 +84,12 @@ class HeldFutures:
         return np.maximum(ends - generated[:, None], 0)
 
     def _grow(self) -> None:
-        """Twice as many rows. Those that nobody has are lifted like others: all stays sorted."""
+        """Double the number of rows. Free rows hold their offset, too: a search needs all of
+        `_hazards`, read row by row, to be sorted."""
         num = len(self._hazards)
         added = max(num, ROWS)
-        lifts = LIFT * np.arange(num, num + added)[:, None]
-        self._hazards = np.concatenate((self._hazards, np.tile(lifts, NUM_BINS + 1)))
+        offsets = ROW_OFFSET * np.arange(num, num + added)[:, None]
+        self._hazards = np.concatenate((self._hazards, np.tile(offsets, NUM_BINS + 1)))
         for name in ("_died", "_drawn", "_places", "_limits"):
             kept = getattr(self, name)
             more = np.zeros((added, kept.shape[1]), kept.dtype)

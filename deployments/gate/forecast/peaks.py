@@ -41,8 +41,8 @@ class PeakIndex:
     In each row the answers of one future, the one that runs longest first.
     """
 
-    places: Ints  # [samples * n] how soon each ends, sorted: each row is lifted above the last
-    lift: Ints  # [samples] the place of an end that is now
+    places: Ints  # [samples * n] how soon each ends, each row plus an offset: sorted
+    offset: Ints  # [samples] the place of an end that is now
     base: Ints  # [samples] where a row of `places` begins
     sums: Ints  # [samples, n + 1] tokens used by the first k
     before: Ints  # [samples, n + 1] peak at the first k ends in this order; column 0: none
@@ -88,7 +88,7 @@ class PeakIndex:
 
     def _num_longer(self, steps: Ints) -> Ints:
         """[c, samples or 1] -> [c, samples] answers of each future with more steps to go."""
-        found: Ints = self.places.searchsorted(self.lift - steps)
+        found: Ints = self.places.searchsorted(self.offset - steps)
         return found - self.base
 
     def _most_between(self, first: Ints, last: Ints) -> Ints:
@@ -120,9 +120,9 @@ def index_of(used: Ints, remaining: Ints) -> PeakIndex:
     np.add(at_end, ends, out=joint[:, :-1])
     tail: Ints = np.maximum.accumulate(joint[:, ::-1], axis=1)[:, ::-1]
     row = np.arange(samples)
-    lift = (2 * FARTHEST) * row
-    places = (soon + lift[:, None]).ravel()
-    return PeakIndex(places, lift + FARTHEST, num * row, sums, before, joint, tail)
+    offset = (2 * FARTHEST) * row
+    places = (soon + offset[:, None]).ravel()
+    return PeakIndex(places, offset + FARTHEST, num * row, sums, before, joint, tail)
 
 
 def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:
@@ -142,10 +142,10 @@ def held_peaks(used: Ints, remaining: Ints, ceiling: Ints) -> Ints:
     ends = np.take_along_axis(remaining, order, 0)
     held = np.cumsum(np.take_along_axis(used + grown, order, 0), axis=0)
     # Per column: how many still grow at each end, and the sum of where they stop. One sorted array
-    # for all columns: each is lifted above the one before.
-    lift = (int(remaining.max()) + 1) * np.arange(samples)
+    # for all columns: each has a larger offset than the one before.
+    offset = (int(remaining.max()) + 1) * np.arange(samples)
     rising = np.sort(grown, axis=0)
-    stopped = np.searchsorted((rising + lift).T.ravel(), (ends + lift).ravel(), side="left")
+    stopped = np.searchsorted((rising + offset).T.ravel(), (ends + offset).ravel(), side="left")
     stopped = stopped.reshape(num, samples) - num * np.arange(samples)
     sums = np.concatenate((np.zeros((1, samples), np.int64), np.cumsum(rising, axis=0)))
     to_come = (sums[-1] - np.take_along_axis(sums, stopped, 0)) - (num - stopped) * ends

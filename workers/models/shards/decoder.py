@@ -189,7 +189,8 @@ class ShardDecoder(Decoder):
         return tuple(map(self._plan_with, self.scales_of or [self.num_scales]))
 
     def _plan_with(self, num_scales: int) -> BufferPlan:
-        """Of a rank that has so many scales of int8 rows: all else is the same on all of them."""
+        """The activation plan of a rank whose int8 rows have up to `num_scales` scales. The other
+        array sizes are equal on all ranks."""
         return activation_plan(
             self.shard.config, self.dtype, num_scales, in_columns=self.shard.cuts_experts
         )
