@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +23,6 @@ Ints = NDArray[np.int64]
 MAX_LENGTH = 1 << 20
 GROWTH = 1.22
 MIN_HAZARD, MAX_HAZARD = 1e-7, 1.0 - 1e-7
-ROW_OFFSET = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
 _TINY = 1e-300
 _SLACK = 1e-6  # of a token: rounding must not push a quantile to the next length
 
@@ -109,7 +107,12 @@ class LengthDistribution:
         return max(min(max(length, self._now + 1), self.ceiling), self.generated)
 
     def sample_remaining(self, generated: int, uniforms: Floats) -> Ints:
-        """As StackedDistributions.sample_remaining, of this one alone: [samples] -> [samples]."""
+        """Tokens still to come: inverse transform of P(L > t + s | L > t).
+
+        uniforms [samples] in [0, 1) -> [samples] whole tokens, at least 1 for an answer below its
+        limit and 0 at it. With the same `uniforms` at every call futures only shrink as tokens come
+        (common random numbers).
+        """
         now = min(max(generated, self.min_tokens), MAX_LENGTH)
         target = -np.log1p(-uniforms)
         if now > 0:
@@ -164,41 +167,11 @@ class LengthDistribution:
         return low - math.log1p(-min(share * died, MAX_HAZARD))
 
 
-@dataclass(frozen=True, slots=True)
-class StackedDistributions:
-    """The distributions of n answers in one array, evaluated together."""
-
-    flat: Floats  # [n * (bins + 1)] cumulative hazards, each row plus its offset: one sorted array
-    max_tokens: Ints  # [n], MAX_LENGTH where there is no limit
-    min_tokens: Ints  # [n]
-
-    def take(self, rows: Ints) -> StackedDistributions:
-        """The distributions of these rows [m], in this order."""
-        table = self.flat.reshape(-1, NUM_BINS + 1)[rows]
-        moved = table + ROW_OFFSET * (np.arange(len(rows)) - rows)[:, None]
-        return StackedDistributions(moved.ravel(), self.max_tokens[rows], self.min_tokens[rows])
-
-    def sample_remaining(self, generated: Ints, uniforms: Floats) -> Ints:
-        """Tokens still to come: inverse transform of P(L > t + s | L > t).
-
-        generated [n], uniforms [n, samples] in [0, 1) -> [n, samples] whole tokens, at least 1 for
-        an answer below its limit and 0 at it. With the same `uniforms` at every call futures only
-        shrink as tokens come (common random numbers).
-        """
-        now = np.minimum(np.maximum(generated, self.min_tokens), MAX_LENGTH)[:, None]
-        first = (NUM_BINS + 1) * np.arange(len(uniforms))[:, None]
-        target = hazards_at(self.flat, first, now) - np.log1p(-uniforms)
-        place = places_of(self.flat, first, target)
-        low = self.flat[place]
-        length = lengths_in(place - first, low, -np.expm1(low - self.flat[place + 1]), target)
-        ends = np.minimum(np.maximum(length, now + 1), self.max_tokens[:, None])
-        return np.maximum(ends - generated[:, None], 0)
-
-
 def hazards_at(flat: Floats, first: Ints, lengths: Ints) -> Floats:
-    """[n, m] whole lengths up to MAX_LENGTH -> [n, m] cumulative hazards, with the row offsets of `flat`.
+    """[n, m] whole lengths up to MAX_LENGTH -> [n, m] their cumulative hazards, as `flat` has them.
 
-    first [n, 1]: where each distribution begins in `flat`.
+    flat: the cumulative hazards of several distributions, one after another, each with an offset
+    that keeps the whole sorted. first [n, 1]: where each distribution begins in it.
     """
     k = np.minimum(np.searchsorted(KNOTS, lengths, side="right") - 1, NUM_BINS - 1)
     place = k + first
@@ -219,15 +192,3 @@ def lengths_in(k: Ints, low: Floats, died: Floats, target: Floats) -> Ints:
     `low` and in which a share `died` of those ends that reach it."""
     share = np.minimum(-np.expm1(low - target) / np.maximum(died, _TINY), 1.0)
     return np.ceil(_KNOTS[k] + share * _WIDTHS[k] - _SLACK).astype(np.int64)
-
-
-def stack(distributions: Sequence[LengthDistribution]) -> StackedDistributions:
-    """Several distributions as one table; each query passes the tokens generated so far."""
-    limits = [MAX_LENGTH if each.max_tokens is None else each.max_tokens for each in distributions]
-    table = np.array([each.cumulative for each in distributions])
-    table = table.reshape(len(distributions), NUM_BINS + 1)
-    return StackedDistributions(
-        (table + ROW_OFFSET * np.arange(len(distributions))[:, None]).ravel(),
-        np.array(limits, np.int64),
-        np.array([each.min_tokens for each in distributions], np.int64),
-    )

@@ -12,7 +12,6 @@ import numpy as np
 from penstock.deployments.prediction.distribution import (
     MAX_LENGTH,
     NUM_BINS,
-    ROW_OFFSET,
     Floats,
     Ints,
     LengthDistribution,
@@ -23,6 +22,7 @@ from penstock.deployments.prediction.distribution import (
 
 MIDDLES = np.array([1, 3, 5, 7]) / 8  # of the quarters of a distribution: their mean is the mean
 ROWS = 16  # at first
+ROW_OFFSET = 4096.0  # above any cumulative hazard: NUM_BINS * -ln(1 - MAX_HAZARD) is below 1,100
 
 
 class HeldFutures:
@@ -65,7 +65,7 @@ class HeldFutures:
         return self._remaining(rows, generated, middles).mean(axis=-1)
 
     def _remaining(self, rows: Ints, generated: Ints, columns: slice) -> Ints:
-        """As StackedDistributions.sample_remaining."""
+        """As LengthDistribution.sample_remaining, of several answers at once."""
         limits, flat = self._limits[rows], self._hazards.ravel()
         now = np.minimum(np.maximum(generated, limits[:, 0]), MAX_LENGTH)[:, None]
         first = ((NUM_BINS + 1) * rows)[:, None]

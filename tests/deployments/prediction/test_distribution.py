@@ -17,7 +17,6 @@ from penstock.deployments.prediction.distribution import (
     LengthDistribution,
     bin_of,
     cumulative_hazard,
-    stack,
 )
 
 LAST = 18  # the random distributions end in this bin, so that all their lengths can be written out
@@ -87,19 +86,12 @@ def test_distribution_equals_written_out_probabilities(case):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(cases(), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-def test_stacked_distributions_equal_single_ones(many, seed):
-    distributions = [law_of(*case) for case in many]
-    generated = np.array([distribution.generated for distribution in distributions])
-    u = np.random.default_rng(seed).random((len(distributions), 7))
-    remaining = stack(distributions).sample_remaining(generated, u)
-    for i, distribution in enumerate(distributions):
-        assert remaining[i].tolist() == [
-            distribution.sample(v) - distribution.generated for v in u[i]
-        ]
-    rows = np.arange(len(distributions))[::-1].copy()
-    turned = stack(distributions).take(rows).sample_remaining(generated[rows], u[rows])
-    assert np.array_equal(turned, remaining[rows])
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_several_samples_equal_single_ones(case, seed):
+    distribution = law_of(*case)
+    u = np.random.default_rng(seed).random(7)
+    remaining = distribution.sample_remaining(distribution.generated, u)
+    assert remaining.tolist() == [distribution.sample(v) - distribution.generated for v in u]
 
 
 def test_sampled_futures_have_the_distribution():
@@ -107,16 +99,16 @@ def test_sampled_futures_have_the_distribution():
     hazards[:LAST] = 0.2
     lengths, p = brute_law(hazards, 60, 10, 0)
     u = (np.arange(20_000) + 0.5) / 20_000
-    drawn = 10 + stack([law_of(hazards, 60, 10, 0)]).sample_remaining(np.array([10]), u[None])[0]
+    drawn = 10 + law_of(hazards, 60, 10, 0).sample_remaining(10, u)
     for length in range(11, 61):
         assert np.mean(drawn == length) == pytest.approx(p[lengths == length].sum(), abs=2e-4)
 
 
 def test_same_uniforms_make_futures_that_only_shrink():
     hazards = np.random.default_rng(1).uniform(0.02, 0.4, NUM_BINS)
-    distribution = stack([LengthDistribution(cumulative_hazard(hazards), 5000)])
-    u = np.random.default_rng(2).random((1, 64))
-    ends = [t + distribution.sample_remaining(np.array([t]), u)[0] for t in range(0, 400, 7)]
+    distribution = LengthDistribution(cumulative_hazard(hazards), 5000)
+    u = np.random.default_rng(2).random(64)
+    ends = [t + distribution.sample_remaining(t, u) for t in range(0, 400, 7)]
     assert all((later >= earlier).all() for earlier, later in itertools.pairwise(ends))
 
 

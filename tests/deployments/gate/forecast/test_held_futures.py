@@ -10,7 +10,6 @@ from penstock.deployments.prediction.distribution import (
     NUM_BINS,
     LengthDistribution,
     cumulative_hazard,
-    stack,
 )
 from penstock.deployments.prediction.hazards import length_prior
 
@@ -38,8 +37,11 @@ def test_they_are_what_would_be_drawn_anew():
         lengths = [answers[row][0] for row in rows.tolist()]
         drawn = np.array([answers[row][1] for row in rows.tolist()]).reshape(-1, 5)
         out = np.array([answers[row][2] for row in rows.tolist()], np.int64)
-        anew = stack(lengths).sample_remaining(out, drawn)
-        assert held.remaining(rows, out).tolist() == anew.tolist()
+        anew = [
+            each.sample_remaining(int(tokens), uniforms).tolist()
+            for each, tokens, uniforms in zip(lengths, out, drawn, strict=True)
+        ]
+        assert held.remaining(rows, out).tolist() == anew
     assert len(answers) > 16  # more rows than there are at first
 
 
@@ -51,6 +53,9 @@ def test_the_mean_is_that_of_many_futures():
     uniforms = np.tile((np.arange(4000) + 0.5) / 4000, (2, 1))
     for generated in ([0, 0], [500, 39], [1999, 40]):
         out = np.array(generated)
-        many = stack(lengths).sample_remaining(out, uniforms).mean(axis=-1)
+        many = [
+            each.sample_remaining(tokens, drawn).mean()
+            for each, tokens, drawn in zip(lengths, generated, uniforms, strict=True)
+        ]
         assert held.mean_remaining(rows, out) == pytest.approx(many, rel=0.2)
     assert held.mean_remaining(rows, np.array([1999, 40])).tolist() == [1.0, 0.0]
