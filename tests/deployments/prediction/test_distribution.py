@@ -131,14 +131,10 @@ def test_limits():
     )
     at_limit = distribution.given(50)
     assert at_limit.mean == 50.0 and at_limit.quantile(0.5) == 50 and at_limit.survival(50) == 0.0
-    assert stack([distribution]).sample_remaining(
-        np.array([50]), np.array([[0.0, 0.9]])
-    ).tolist() == [[0, 0]]
-    assert stack([distribution]).sample_remaining(
-        np.array([49]), np.array([[0.0, 0.9]])
-    ).tolist() == [[1, 1]]
+    assert distribution.sample_remaining(50, np.array([0.0, 0.9])).tolist() == [0, 0]
+    assert distribution.sample_remaining(49, np.array([0.0, 0.9])).tolist() == [1, 1]
     assert distribution.quantile(0.0) == 1
-    assert stack([]).sample_remaining(np.zeros(0, int), np.zeros((0, 4))).shape == (0, 4)
+    assert distribution.sample_remaining(0, np.zeros(0)).shape == (0,)
 
 
 def test_bad_questions():

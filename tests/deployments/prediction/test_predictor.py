@@ -407,4 +407,4 @@ def test_what_the_page_shows_runs(capsys):
     names: dict[str, Any] = {}
     exec(compile(re.findall(r"```python\n(.*?)```", page, re.S)[0], "prediction.md", "exec"), names)
     assert "Explanation(" in capsys.readouterr().out
-    assert names["futures"].shape == (1, 32) and names["futures"].min() >= 1
+    assert names["futures"].shape == (32,) and names["futures"].min() >= 1
