@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -200,7 +201,7 @@ class Workspace:
         return Workspace(*(getattr(self, each.name)[first:end] for each in fields(self)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for the cached property: a step asks for it several times
 class StepRange:
     """Where one process has the rows of a step: in a reserve, and in the blocks before it."""
 
@@ -208,7 +209,7 @@ class StepRange:
     reserve_tokens: int  # rows in the reserve
     block_bytes: int  # 0: it has no blocks, and every step lies in the reserve
 
-    @property
+    @cached_property
     def reserve_bytes(self) -> int:
         return self.plan.bytes_for(self.reserve_tokens)
 
