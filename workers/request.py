@@ -234,12 +234,15 @@ class SamplingParams:
 
 PARAMETERS = parameters_of(SamplingParams)
 PARAMETER_BOUNDS = {name: each.bounds for name, each in PARAMETERS.items() if each.bounds}
-_MESSAGES = {  # where the range alone would be less clear
+_SEED = "seed must fit in a signed 64-bit integer"
+# For numbers below and above the range, where the range alone would be less clear.
+_TOO_LOW = {
     "top_k": "top_k must be 0 (off) or a positive integer",
-    "seed": "seed must fit in a signed 64-bit integer",
+    "seed": _SEED,
     "max_tokens": "max_tokens must be at least 1",
     "min_tokens": "min_tokens must be at least 0",
 }
+_TOO_HIGH = {"seed": _SEED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,9 +365,6 @@ def _ids_in_vocabulary(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _in_range(name: str, value: float, bounds: Bounds) -> None:
-    if bounds.has(value):
-        return
-    told = _MESSAGES.get(name)
-    if told is None or (value > bounds.high and name != "seed"):
-        told = f"{name} must lie in {bounds}"
-    raise RequestError(told, param=name)
+    if not bounds.has(value):
+        messages = _TOO_HIGH if value > bounds.high else _TOO_LOW
+        raise RequestError(messages.get(name, f"{name} must lie in {bounds}"), param=name)
