@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.workers.model_config import ModelConfig
+from penstock.workers.quantization import is_wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,20 @@ def count_parameters(model: ModelConfig) -> Parameters:
         + num_moe * (shared > 0) * (2 * model.shared_expert_intermediate_size + d),
         routed_rows=num_moe * model.num_experts * (2 * model.moe_intermediate_size + d),
     )
+
+
+def wide_weights(model: ModelConfig) -> int:
+    """The number of weights in q, k, v and down of the layers that `is_wide`, without routed
+    experts: int8 where the others are int4."""
+    qkv = (model.num_heads * (1 + model.attention_gate) + 2 * model.num_kv_heads) * model.head_dim
+    total = 0
+    for layer in range(model.num_layers):
+        if not is_wide(layer, model.num_layers):
+            continue
+        is_moe = model.moe_layers[layer]
+        inner = model.shared_expert_intermediate_size if is_moe else model.intermediate_size
+        total += (inner + (0 if model.is_linear(layer) else qkv)) * model.hidden_size
+    return total
 
 
 def _of_linear_attention(model: ModelConfig) -> Parameters:

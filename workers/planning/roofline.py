@@ -22,9 +22,8 @@ from penstock.workers.planning.hardware import (
     Device,
     WeightCost,
 )
-from penstock.workers.planning.parameters import count_parameters
+from penstock.workers.planning.parameters import count_parameters, wide_weights
 from penstock.workers.planning.step_time import StepTime
-from penstock.workers.quantization import is_wide
 
 BLOCK_ALIGN_BYTES = 512  # as the arena's blocks
 
@@ -302,23 +301,9 @@ class Roofline:
         )
         rows = n.linear_rows - n.output_rows * (plain > 0)
         whole = (n.linear - plain) * fmt.bytes + rows * fmt.row_bytes + plain * fmt.other_bytes
-        return (whole + self._more_in_wide_layers) / self.group.ranks
-
-    @property
-    def _more_in_wide_layers(self) -> float:
-        """Bytes by which int8 exceeds int4 in the layers where q, k, v and down are int8."""
-        m = self.model
-        if self.weights != "int4" or not self.wide_layers:
-            return 0.0
-        qkv = (m.num_heads * (1 + m.attention_gate) + 2 * m.num_kv_heads) * m.head_dim
-        num_weights = 0
-        for layer in range(m.num_layers):
-            if is_wide(layer, m.num_layers):
-                num_weights += 0 if m.is_linear(layer) else qkv * m.hidden_size
-                is_moe = m.moe_layers[layer]
-                inner = m.shared_expert_intermediate_size if is_moe else m.intermediate_size
-                num_weights += inner * m.hidden_size
-        return num_weights * (WEIGHT_FORMATS["int8"].bytes - WEIGHT_FORMATS["int4"].bytes)
+        if self.weights == "int4" and self.wide_layers:
+            whole += wide_weights(self.model) * (WEIGHT_FORMATS["int8"].bytes - fmt.bytes)
+        return whole / self.group.ranks
 
     @property
     def _routed_bytes(self) -> float:
