@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -33,7 +33,7 @@ from penstock.deployments.bench.open_loop import BenchCall
 from penstock.deployments.bench.served_ablation import ServedRun, ablate_served
 from penstock.deployments.cli.bench import compute_of, jobs_of, plain
 from penstock.deployments.cli.tables import aligned
-from penstock.workers.config import EngineConfig
+from penstock.workers.config import EngineConfig, WeightFormat
 from penstock.workers.errors import ConfigError
 
 LONGER = 4  # times the longest answer: what a client that does not know the length asks for
@@ -41,7 +41,7 @@ LONGER = 4  # times the longest answer: what a client that does not know the len
 
 def run_ablate(args: argparse.Namespace) -> int:
     """`penstock bench ablate`; the exit status. Raises ConfigError, or LoadError."""
-    from penstock.workers.models.loader import load_model
+    from penstock.workers.engine.load import load_configured
     from penstock.workers.text.tokenizer import Tokenizer
     from penstock.workers.weights.hub import resolve_model
 
@@ -51,13 +51,8 @@ def run_ablate(args: argparse.Namespace) -> int:
 
     @functools.cache
     def model(weights: str) -> Any:
-        return load_model(
-            folder,
-            weights=weights,
-            int4_wide_layers=True,  # as penstock serve has it by default
-            device=device,
-            progress=not args.no_progress,
-        )
+        formats = EngineConfig(weights=cast(WeightFormat, weights))  # which checks it
+        return load_configured(formats, folder, device, progress=not args.no_progress)
 
     calls = _calls(jobs, args.seed, args.shared_prefix)
     longest = max(job.output_tokens for job in jobs)

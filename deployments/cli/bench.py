@@ -143,18 +143,11 @@ def run_offline(args: argparse.Namespace) -> int:
     from penstock.deployments.bench.offline import drain_all
     from penstock.workers.engine.draft import load_draft
     from penstock.workers.engine.engine import Engine
-    from penstock.workers.models.loader import load_model
+    from penstock.workers.engine.load import load_configured
     from penstock.workers.weights.hub import resolve_model
 
     jobs = jobs_of(args)
     device, threads = compute_of(args)
-    model = load_model(
-        args.model_path,
-        weights=args.weights,
-        int4_wide_layers=True,  # as penstock serve has it by default
-        device=device,
-        progress=not args.no_progress,
-    )
     config = EngineConfig(
         model=args.model_path,
         weights=args.weights,
@@ -169,6 +162,7 @@ def run_offline(args: argparse.Namespace) -> int:
         prefix_cache=False,  # random prompts share no prefix
     )
     folder = resolve_model(args.model_path)
+    model = load_configured(config, folder, device, progress=not args.no_progress)
     engine = Engine(config, model, draft=load_draft(config, folder, device, model))
     limit = engine.max_model_len
     too_long = [job for job in jobs if job.prompt_tokens + job.output_tokens > limit]
