@@ -22,6 +22,7 @@ from tools.result_files import ROOT, Result, ResultError, load_all
 from tools.result_tables import (
     commits,
     faults,
+    gate,
     gguf,
     gpu,
     groups,
@@ -71,7 +72,7 @@ class Table:
 
 
 def _simulated(load: str, source: str, *, fairness: bool = False, prefixes: bool = False) -> Table:
-    render = partial(serving.simulate, load=load, fairness=fairness, prefixes=prefixes)
+    render = partial(gate.simulate, load=load, fairness=fairness, prefixes=prefixes)
     return Table([f"simulate/{source}"], render)
 
 
@@ -152,15 +153,15 @@ TABLES: dict[str, Table] = {
     "simulate-mixed-4": _simulated("mixed", "x86-64-mixed-4-workers"),
     "simulate-overload-16": _simulated("overload", "x86-64-overload-16-workers"),
     "simulate-prefixes": _simulated("prefixes", "x86-64-prefixes-4-workers", prefixes=True),
-    "real-engine": Table(["real-engine/x86-64"], serving.real_engine),
-    "gate-latency": Table(["gate-latency/xeon-avx512"], serving.gate_latency),
-    "gate-scale": Table(["gate-scale/x86-64"], serving.gate_scale),
-    "gate-request": Table(["gate-request/epyc-zen4"], serving.gate_request),
+    "real-engine": Table(["real-engine/x86-64"], gate.real_engine),
+    "gate-latency": Table(["gate-latency/xeon-avx512"], gate.gate_latency),
+    "gate-scale": Table(["gate-scale/x86-64"], gate.gate_scale),
+    "gate-request": Table(["gate-request/epyc-zen4"], gate.gate_request),
     "state-stores": Table(["state-stores/epyc"], serving.state_stores),
-    "retry-after": Table(["retry-after/x86-64"], serving.retry_after),
-    "autoscale": Table(["autoscale/x86-64"], serving.autoscale),
-    "autoscale-frontier": Table(["autoscale/x86-64-frontier"], serving.autoscale),
-    "predictor": Table(["predictor/x86-64"], serving.predictor),
+    "retry-after": Table(["retry-after/x86-64"], gate.retry_after),
+    "autoscale": Table(["autoscale/x86-64"], gate.autoscale),
+    "autoscale-frontier": Table(["autoscale/x86-64-frontier"], gate.autoscale),
+    "predictor": Table(["predictor/x86-64"], gate.predictor),
     "matmul": Table(
         ["matmul/epyc-zen5", "matmul/xeon-amx", "matmul/xeon-avx512"],
         memory.matmul,

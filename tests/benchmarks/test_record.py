@@ -24,10 +24,10 @@ from benchmarks.memory import kv_formats
 from penstock.workers.evaluation.figures import Estimate, Scores, figures_of
 from penstock.workers.evaluation.judge import Judged, Seconds, WeightSize
 from tools.result_files import Result, parse
+from tools.result_tables.gate import gate_scale as gate_scale_table
+from tools.result_tables.gate import retry_after as retry_after_table
 from tools.result_tables.memory import format_quality as format_quality_table
 from tools.result_tables.memory import kv_formats as kv_formats_table
-from tools.result_tables.serving import gate_scale as gate_scale_table
-from tools.result_tables.serving import retry_after as retry_after_table
 
 PROGRAM = str(record.ROOT / "benchmarks" / "gate" / "latency.py")
 
