@@ -176,6 +176,7 @@ TABLES: dict[str, Table] = {
     "int4-by-rows": Table(["int4-by-rows/epyc-zen5"], memory.int4_by_rows),
     "int4-unprepared": Table(["format-quality/epyc-unprepared"], memory.int4_quality),
     "int4-off-grid": Table(["format-quality/epyc-smollm2-off-grid"], memory.int4_quality),
+    "wide-layers": Table(["format-quality/epyc-wide-layers"], memory.wide_layers),
     "format-quality-dense": Table(["format-quality/xeon-amx-dense"], memory.format_quality),
     "format-quality-smollm2": Table(["format-quality/xeon-amx-smollm2"], memory.format_quality),
     "calibrated-builtin": Table(["calibrated/builtin-unprepared"], gguf.calibrated_quality),

@@ -117,7 +117,8 @@ class WeightPlan:
     wide_layers: bool = False
 
     def of_sensitive(self, layer: int, num_layers: int) -> QuantizedFormat | None:
-        """The format of q, k and v, and of down but in routed experts: of one layer of a model."""
+        """The format of a layer's q, k and v projections, and of its down projection outside of
+        routed experts."""
         is_rounded = self.format == "int4" and self.int4.activations != "plain"
         if is_rounded and self.wide_layers and is_wide(layer, num_layers):
             return "int8"

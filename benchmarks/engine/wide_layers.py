@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common import record
 from benchmarks.engine.calibrated_quality import CORPUS, WINDOW
 from benchmarks.engine.gguf_quality import books
-from penstock.deployments.cli.tables import aligned
 from penstock.kernels.quant import dequantize_weight, hadamard_transform, quantize_weight
 from penstock.workers.evaluation.eval_set import cut_windows
 from penstock.workers.quantization import is_wide
@@ -141,14 +140,9 @@ def main() -> None:
         percent = 100 * math.expm1(change / len(windows))
         rows.append({"case": name, "bits_per_weight": bits, "change_percent": percent})
         print(f"{name}: {bits:.2f} bits, {percent:+.2f} %", flush=True)
-    cells = [
-        (r["case"], f"{r['bits_per_weight']:.2f}", f"{r['change_percent']:+.2f} %") for r in rows
-    ]
-    print("\n".join(aligned([("int8 or int4", "bits", "perplexity"), *cells])))
     if args.json is not None:
-        record.write(
-            args.json, __file__, {"windows": args.windows, "rows": rows}, threads=args.threads
-        )
+        found = {"windows": args.windows, "rows": rows}
+        record.write(args.json, __file__, found, threads=args.threads)
 
 
 if __name__ == "__main__":

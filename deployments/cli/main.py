@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except ConfigError as error:
         return _fail(error, 2)
-    except BrokenPipeError:  # who reads the output has ended, as `head` does: nothing to say
+    except BrokenPipeError:  # the reader of the pipe has exited, as `head` does: no message
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1
     except (RuntimeError, OSError) as error:

@@ -220,13 +220,13 @@ class WorkerCount:
 
 
 def _names(epochs: Collection[int]) -> str:
-    """Workers by their names; without any: one that was never seen."""
+    """The names of these workers; 'a worker' if none of them was ever seen."""
     names = ", ".join(sorted(worker_name(epoch) for epoch in epochs))
     return f"worker {names}" if names else "a worker"
 
 
 def _say_now(text: str) -> None:
-    """With the time: what happens while it serves."""
+    """Print an event of a running server with its time."""
     _say(f"{time.strftime('%H:%M:%S')} {text}")
 
 

@@ -88,7 +88,7 @@ class GateLearner:
         return False
 
     def learn_due(self, seconds: float, now: float) -> None:
-        """The same, but every GATHER_S only: several answers cost less at once."""
+        """`learn_for`, at most once every GATHER_S: several answers cost less at once."""
         if now - self._rested_s >= GATHER_S and not self.learn_for(seconds):
             self._rested_s = now
 

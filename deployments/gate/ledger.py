@@ -306,7 +306,7 @@ class Ledger:
         return True
 
     def _changed(self, holding: _Holding, num: int) -> None:
-        """It came (1), or is gone (-1)."""
+        """Account for a holding that was added (`num` 1) or removed (-1)."""
         self._expected += num * holding.expected
         if _is_unlimited(holding.demand):
             self._unlimited += num

@@ -53,7 +53,7 @@ class Exposure:
 
     @property
     def bins(self) -> slice:
-        """Of the bins that were watched."""
+        """The bins that were watched."""
         return slice(self.first, self.first + len(self.at_risk))
 
 

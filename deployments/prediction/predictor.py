@@ -190,7 +190,7 @@ class LengthPredictor:
             watch.counted = reached
 
     def _count(self, due: Sequence[tuple[Watch, int]]) -> None:
-        """In the groups, that these answers go on."""
+        """Count in their groups that these answers go on."""
         plain = []
         for watch, reached in due:
             features = watch.features

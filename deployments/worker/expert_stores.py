@@ -53,7 +53,7 @@ class WorkerStores:
         return RemoteExperts(client, manifest)
 
     def heartbeats(self, worker: Worker) -> list[StoreHeartbeat]:
-        """To each of them."""
+        """A heartbeat for each of these stores."""
         return [
             StoreHeartbeat(client, worker, manifest.epoch, machine)
             for machine, (client, manifest) in enumerate(zip(self.clients, self.manifests))

@@ -55,6 +55,15 @@ def int4_quality(result: Result) -> str:
     return markdown((f"weights ({name})", "bits a weight", "perplexity", "KL", "same top-1"), rows)
 
 
+def wide_layers(result: Result) -> str:
+    """What is lost where some weights are int4, and others int8 or plain."""
+    rows = [
+        (row["case"], fixed(row["bits_per_weight"], 2), f"{row['change_percent']:+.2f} %")
+        for row in result.figures["rows"]
+    ]
+    return markdown(("weights", "bits a weight", "perplexity"), rows)
+
+
 def format_quality(result: Result) -> str:
     """Change of the perplexity against fp32, in percent, with its standard error."""
     heads = {"auto": "KV plain", "int8-32": "KV int8 (groups of 32)", "fp8": "KV fp8"}

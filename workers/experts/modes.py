@@ -74,7 +74,7 @@ class StepRows:
     pooled: Tensor | None
     is_streamed: bool  # the pooled rows are
     # int64 [T, 2]: neurons of the experts that sparse rows were routed to so far, and of those, the
-    # ones left out. In a group, of the experts of this rank, until all have told one another.
+    # ones left out. In a group, of this rank's experts, until the ranks have added their counts.
     counts: Tensor
 
     @classmethod

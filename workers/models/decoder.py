@@ -55,7 +55,7 @@ class Decoder:
         self._final_norm = final_norm
         self._lm_head = lm_head
         self.routed = routed  # None unless experts are served from a cache
-        # Here or, told by a group's first rank, on other ranks: some rows of a step may be inexact.
+        # On this rank, or on any rank of its group: then rows of a step may be inexact.
         self.has_expert_caches = routed is not None
         self.num_scales = max(  # of a row that is rounded to int8
             (num_groups(p.in_features, p.group) for p in linears_of(layers) if p.takes_int8),
@@ -128,7 +128,7 @@ class Decoder:
         self.embed(token_ids, ws)
 
     def use_rows(self, rows: StepRows | None) -> None:
-        """Those that the layers are run over next, as far as they are not exact."""
+        """Set which rows of the next pass over the layers are not exact. None: all are exact."""
         if self.routed is not None:
             self.routed.rows = rows
 
@@ -221,7 +221,7 @@ class Decoder:
 
     @property
     def plans(self) -> tuple[BufferPlan, ...]:
-        """Of a step's activations in each of these processes."""
+        """The activation plan of each of these processes."""
         return (self.plan,)
 
     def ranks(self) -> tuple[RankStats, ...]:

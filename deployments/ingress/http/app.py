@@ -274,7 +274,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _paths(request: Request) -> list[str]:
-    """Those without variable parts. Clients leave /v1 out, write it twice, or end with a slash."""
+    """Paths without variable parts. Clients leave /v1 out, write it twice, or end with a slash."""
     routes = (route for route in request.app.routes if isinstance(route, Route))
     return [route.path for route in routes if "{" not in route.path]
 

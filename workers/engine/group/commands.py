@@ -189,8 +189,8 @@ def _compute(
 def _executor(
     config: EngineConfig, model: ShardDecoder, sized: GroupMemory
 ) -> tuple[Executor, Tensor]:
-    """With the blocks that the first rank has, and its slots for states. And the memory of the
-    inputs of decode graphs."""
+    """The executor, with as many blocks and state slots as the first rank has; and the memory for
+    the inputs of decode graphs."""
     config = replace(
         config,
         num_blocks=sized.num_blocks,

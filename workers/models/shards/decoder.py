@@ -149,8 +149,8 @@ class ShardDecoder(Decoder):
             each.rows = rows
 
     def share_counts(self) -> None:
-        """Add up what each rank has counted of its own experts: integers, in one gather a step.
-        They take no more room than rows do."""
+        """Sum the neuron counts of all ranks, which are integers, with one gather a step. They fit
+        into the buffers for rows."""
         rows, num_ranks = self._rows, self.shard.num_ranks
         if rows is None or not rows.leaves_out or num_ranks == 1:
             return

@@ -104,7 +104,7 @@ class HeldExperts:
 
 
 class AbsentExperts:
-    """Of a rank that has no experts, beside ranks that have: an ExpertSource that yields none."""
+    """The ExpertSource of a rank that has no experts, while other ranks have some."""
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts

@@ -128,7 +128,7 @@ class StageDecoder(ShardDecoder):
         return ws.normed
 
     def hand_on_counts(self) -> None:
-        """After the rows of a part: what all stages so far have counted of them."""
+        """Add the neuron counts of the earlier stages to this stage's, and send the sums on."""
         rows = self._rows
         if rows is None or not rows.leaves_out:
             return
