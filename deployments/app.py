@@ -30,7 +30,7 @@ from penstock.deployments.worker.replica import WorkerReplica
 log = logging.getLogger("penstock.app")
 
 HEALTH_PERIOD_S = 2.0  # a dead replica is noticed and replaced within it
-HEALTH_TIMEOUT_S = 10.0  # three checks in a row: a process that is stopped is replaced in some 40 s
+HEALTH_TIMEOUT_S = 10.0  # of each; Serve stops a replica that missed three in a row
 MAX_START_ATTEMPTS = 3
 TARGET_WAIT_S = 5.0
 NODE_START_S = 180.0  # of a worker on a node that has to be started first, before one was seen
