@@ -58,6 +58,7 @@ ROUTES: dict[tuple[str, str], Need] = {
     ("POST", "/v1/messages"): _INFER,
     ("POST", "/v1/messages/count_tokens"): _INFER,
     ("POST", "/v1/responses"): _INFER,
+    ("POST", "/v1/responses/input_tokens"): _INFER,
     ("GET", "/v1/responses/{response_id}"): _INFER,
     ("DELETE", "/v1/responses/{response_id}"): _INFER,
     ("GET", "/v1/responses/{response_id}/input_items"): _INFER,

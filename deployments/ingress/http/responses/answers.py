@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import orjson
 from fastapi import Response
+from fastapi.responses import JSONResponse
 
-from penstock.deployments.ingress.core.call import Call, CallContext
+from penstock.deployments.ingress.core.call import Call, CallContext, ChatPrompt
 from penstock.deployments.ingress.core.errors import describe
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.service import RequestCore
@@ -31,6 +32,9 @@ from penstock.deployments.ingress.http.template_fields import fitted
 from penstock.deployments.ingress.journal.call_journal import CallJournal
 from penstock.deployments.ingress.journal.records import Head
 from penstock.workers.request import RequestError
+
+# What the core calls max_tokens and messages.
+OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 
 
 class Background(Protocol):
@@ -69,13 +73,29 @@ class Answerer:
             if asked.store:  # a promise that the client insists on
                 await self.keeper.check(context.request_id)
         messages = asked.messages(before)
-        runtime = self.core.named(asked.model)
-        known = runtime.tokenizer.template_variables
-        prompt = fitted(asked.prompt(messages), asked.effort, known, left_out)
-        call = Call(prompt, asked.params(runtime.sampling_defaults), asked.options(), context)
-        with renamed_fields({"max_tokens": "max_output_tokens", "messages": "input"}):
+        prompt = self._prompt(asked, messages, left_out)
+        params = asked.params(self.core.named(asked.model).sampling_defaults)
+        call = Call(prompt, params, asked.options(), context)
+        with renamed_fields(OWN_NAMES):
             generation = await self.core.prepare(call)
         return PreparedResponse(self, asked, generation, messages, before, left_out)
+
+    async def count_tokens(self, content: bytes, context: CallContext) -> Response:
+        """How many tokens a body's prompt has. Raises RequestError, ServiceError."""
+        left_out = IgnoredFields(self.policy)
+        asked = parse(content, left_out)
+        messages = asked.messages(await self._before(asked, context.principal))
+        prompt = self._prompt(asked, messages, left_out)
+        with renamed_fields(OWN_NAMES):
+            ids = await self.core.prompt_ids(Call(prompt, options=asked.options(), context=context))
+        count = {"object": "response.input_tokens", "input_tokens": len(ids)}
+        return JSONResponse(count, headers=left_out.text_headers())
+
+    def _prompt(
+        self, asked: ResponsesRequest, messages: tuple[Message, ...], left_out: IgnoredFields
+    ) -> ChatPrompt:
+        known = self.core.named(asked.model).tokenizer.template_variables
+        return fitted(asked.prompt(messages), asked.effort, known, left_out)
 
     def sent(
         self, body: AsyncGenerator[bytes, None] | Any, headers: Headers, *, has_event_ids: bool

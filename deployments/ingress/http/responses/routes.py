@@ -1,4 +1,4 @@
-"""The routes of OpenAI's Responses API: create, look up, cancel, delete.
+"""The routes of OpenAI's Responses API: create, count tokens, look up, cancel, delete.
 
 requests.py and schemas.py have the shapes, answers.py and background.py the answers.
 """
@@ -35,7 +35,12 @@ from penstock.deployments.ingress.http.responses.queries import (
     list_query,
 )
 from penstock.deployments.ingress.http.responses.requests import ResponsesRequest
-from penstock.deployments.ingress.http.responses.schemas import Deleted, InputItems, ResponseBody
+from penstock.deployments.ingress.http.responses.schemas import (
+    Deleted,
+    InputItems,
+    InputTokens,
+    ResponseBody,
+)
 from penstock.deployments.ingress.journal.records import Head
 from penstock.workers.request import RequestError
 
@@ -74,6 +79,17 @@ def add_response_routes(
     async def create_response(request: Request) -> Response:
         """Answer, and keep the response for later calls to go on from."""
         return await service.create(request)
+
+    @app.post(
+        f"{RESPONSES_PATH}/input_tokens",
+        response_model=InputTokens,
+        responses=error_responses(400, 401, 404, 413, 415, 503),
+        openapi_extra=request_schema(ResponsesRequest),
+    )
+    async def count_input_tokens(request: Request) -> Response:
+        """How many tokens the model would read, of the same body as for a response."""
+        content = await read_json_body(request.scope, request.receive)
+        return await service.answerer.count_tokens(content, context_of(request.scope))
 
     @app.get(
         _ONE,
@@ -147,6 +163,7 @@ class _ResponseService:
     ):
         journals = None if calls is None else calls.journals
         self.background = BackgroundResponses(core, Keeper(journals), journals, policy)
+        self.answerer = self.background.answerer
         self._calls = calls
         if calls is not None:
             calls.add(RESPONSES_PATH, self)
@@ -162,7 +179,7 @@ class _ResponseService:
     async def prepare(
         self, content: bytes, context: CallContext, head: Head | None
     ) -> PreparedResponse:
-        return await self.background.answerer.prepare(content, context, head)
+        return await self.answerer.prepare(content, context, head)
 
     async def attached(
         self, call_id: str, principal: str, after: int, headers: Headers

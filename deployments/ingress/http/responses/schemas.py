@@ -31,6 +31,13 @@ class Deleted(BaseModel):
     deleted: Literal[True]
 
 
+class InputTokens(BaseModel):
+    """What the model would read."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class InputItems(BaseModel):
     """What led to a response, as items."""
 

@@ -16,6 +16,7 @@ GOOD = {
     "/v1/messages": {"model": "builtin", "max_tokens": 4, "messages": TURN},
     "/v1/messages/count_tokens": {"model": "builtin", "messages": TURN},
     "/v1/responses": {"input": "a"},
+    "/v1/responses/input_tokens": {"input": "a"},
     "/v1/batches": {"endpoint": "/v1/completions", "completion_window": "24h"},  # and a file
     "/v1/penstock/jobs": {
         **{"id": "j", "number": 1, "name": "in", "host": "h", "state": "running"},

@@ -85,6 +85,22 @@ def test_a_response(client):
     assert client.responses.retrieve(answer.id) == answer
 
 
+def test_count_of_input_tokens(client, raw):
+    """What the usage of the response says, also after another one, and of too long an input."""
+    tools = [tool("look", parameters={"type": "object", "properties": {}})]
+    plain = {"model": MODEL, "input": QUESTION}
+    first = client.responses.create(**plain, max_output_tokens=4, **GREEDY)
+    after = {**plain, "instructions": "Be brief.", "tools": tools, "previous_response_id": first.id}
+    for body in (plain, after):
+        answer = client.responses.create(**body, max_output_tokens=1, **GREEDY)
+        assert client.responses.input_tokens.count(**body).input_tokens == answer.usage.input_tokens
+    long = client.responses.input_tokens.count(model=MODEL, input="a " * 2000)
+    assert long.input_tokens > 512
+    refused = post(raw, f"{RESPONSES}/input_tokens", previous_response_id="resp_none")
+    assert refused.status_code == 404
+    assert post(raw, f"{RESPONSES}/input_tokens", input=7).json()["error"]["param"] == "input"
+
+
 def test_the_forms_of_input(client):
     def text(given, **options):
         answer = client.responses.create(
