@@ -48,7 +48,8 @@ def cut_windows(
         if len(ids) < share * size:
             raise ConfigError(
                 f"text {i % len(texts) + 1} has {len(ids):,} tokens, and {share} windows of it "
-                f"take {share * size:,}: give a longer text, fewer windows or shorter ones"
+                f"take {share * size:,}: give a longer text, fewer windows (--windows) or shorter "
+                "ones (--window-tokens)"
             )
         start = (2 * place + 1) * len(ids) // (2 * share) - size // 2
         start = max(0, min(start, len(ids) - size))

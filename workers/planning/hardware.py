@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.workers.errors import ConfigError, InvariantError
@@ -123,14 +124,18 @@ DEVICES = {
 }
 
 
-def device_named(name: str) -> Device:
-    """The device of that name. Raises ConfigError, with the nearest name, if it is unknown."""
+def device_named(name: str, others: Sequence[str] = ()) -> Device:
+    """The device of that name. Raises ConfigError, with the nearest name, if it is unknown.
+
+    `others`: names that the caller knows besides, for that message.
+    """
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device
-    near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.4)
+    names = [*DEVICES, *others]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"unknown device {name!r}{hint} (known: {', '.join(DEVICES)})")
+    raise ConfigError(f"unknown device {name!r}{hint} (known: {', '.join(names)})")
 
 
 def device_like(card: str) -> Device:

@@ -73,7 +73,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def _device(name: str, model: ModelConfig) -> Device:
     """Of the table, or this machine, measured. Raises ConfigError."""
     if name != HERE:
-        return device_named(name)
+        return device_named(name, [HERE])
     from penstock.deployments.cli.planning.measure import measured_here  # loads torch
 
     print("measuring this machine's CPU (some seconds)", file=sys.stderr)

@@ -84,7 +84,7 @@ def test_a_checkpoint_in_a_folder_and_context_policies(text, tmp_path, capsys):
         (["--text", "none.txt"], "--text none.txt cannot be read"),
         (["--text", "TEXT", "--weights", "int3"], "'int3' is none of auto, fp32"),
         (["--text", "TEXT", "--windows", "0"], "0 is not at least 1"),
-        (["--text", "TEXT", "--windows", "500"], "give a longer text, fewer windows"),
+        (["--text", "TEXT", "--windows", "500"], "give a longer text, fewer windows (--windows)"),
         (["--text", "TEXT", "--context-policy", "4-8"], "SINKS+WINDOW"),
         (["--text", "TEXT", "--json", "no/such/out.json"], "the folder does not exist"),
         (["--text", "TEXT", "--plot", "out.gif"], "must end in .svg"),

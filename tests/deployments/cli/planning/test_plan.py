@@ -212,6 +212,7 @@ def test_a_draft_model_takes_memory(other, tmp_path, capsys):
         (["Llama-3-8"], "not a folder with a config.json.*did you mean 'Llama-3-8B'"),
         (["org/name"], "not a folder with a config.json"),
         (["Llama-3-8B", "--device", "H300"], "unknown device 'H300'; did you mean 'H200'"),
+        (["Llama-3-8B", "--device", "hare"], r"mean 'here'\? \(known: H200, H100, A100, L4,"),
         (["Llama-3-8B", "--device", ","], "--device needs at least one name"),
         (["Llama-3-8B", "--weights", "int3"], "--weights: 'int3' is none of fp32"),
         (["Llama-3-8B", "--weights", "auto"], "--weights: 'auto' is none of fp32"),
