@@ -6,13 +6,14 @@ bucket, as Prometheus does; one thread observes, others may take snapshots.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 
-# Tokens of a step, prompt and decode together: from a lone decode row to a large merged batch.
 PREEMPTED = "preempted"  # its blocks were freed, and it is computed again later
 DECIDED = "decided"  # commit or recompute, for its newest tokens
+# Tokens of a step, prompt and decode together: from a lone decode row to a large merged batch.
 STEP_TOKENS_BOUNDS = (1, 8, *(16 << i for i in range(11)))
 
 
@@ -104,10 +105,18 @@ class LayerAccuracy:
     num_neurons: int = 0  # that steps needed, of experts whose neurons were predicted
     num_neurons_right: int = 0  # of those, predicted
 
+    def plus(self, other: LayerAccuracy | None) -> LayerAccuracy:
+        """With the counts that another rank has of the same layer."""
+        if other is None:
+            return self
+        mine, theirs = astuple(self)[1:], astuple(other)[1:]
+        return LayerAccuracy(self.layer, *(a + b for a, b in zip(mine, theirs, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertStats:
-    """The expert cache of one worker. Totals count from the start."""
+    """The expert cache of one process, or those of a group's ranks together. Totals count from the
+    start."""
 
     num_slots: int  # experts that the cache has room for
     num_experts: int  # of all layers
@@ -131,6 +140,40 @@ class ExpertStats:
     num_skipped_neurons: int = 0  # of those, skipped
     num_pooled_neurons: int = 0  # that the pool of sparse and streamed answers has room for
     pool_bytes: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ExpertStats:
+        """The inverse. Raises TypeError and ValueError for anything else."""
+        values = json.loads(text)
+        layers = tuple(LayerAccuracy(**each) for each in values.pop("by_layer"))
+        return cls(**values, by_layer=layers)
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[ExpertStats]) -> ExpertStats:
+        """Of a group of which each rank has other experts, from its ranks that have any: the sums.
+
+        A slot has the same size on all ranks, and a step waits for the slowest of them. The epoch
+        is that of the first one: each machine has a file of its own.
+        """
+        first = ranks[0]
+        sums = {
+            each.name: sum(getattr(rank, each.name) for rank in ranks)
+            for each in fields(cls)
+            if each.name not in ("slot_bytes", "epoch", "stall_s", "by_layer")
+        }
+        layers: dict[int, LayerAccuracy] = {}
+        for each in (layer for rank in ranks for layer in rank.by_layer):
+            layers[each.layer] = each.plus(layers.get(each.layer))
+        return cls(
+            slot_bytes=first.slot_bytes,
+            epoch=first.epoch,
+            stall_s=max(rank.stall_s for rank in ranks),
+            by_layer=tuple(layers[number] for number in sorted(layers)),
+            **sums,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ def run_experts(url: str, api_key: str | None, tls: ClientTls | None = None) -> 
     has_several = len({each["model"] for each in found}) > 1
     for each in found:
         name = f"{each['id']} of {each['model']}" if has_several else each["id"]
-        of_rank = "" if each["num_ranks"] == 1 else f", the first of {each['num_ranks']} ranks"
-        print("\n".join(table(f"{name}{of_rank}", each["experts"])))
+        ranks = "" if each["num_ranks"] == 1 else f", all {each['num_ranks']} ranks"
+        print("\n".join(table(f"{name}{ranks}", each["experts"])))
     return 0
 
 

@@ -78,7 +78,7 @@ def stats_of(
     num_outstanding_tokens: int,
 ) -> EngineStats:
     """A snapshot of the parts of one engine."""
-    memory, routed, graphs = executor.memory, executor.model.routed, executor.graphs
+    memory, graphs = executor.memory, executor.graphs
     pool, cache, layout = memory.pool, scheduler.cache, memory.arena.layout
     drafting = scheduler.drafting
     tier = None if cache.swap is None else cache.swap.tier
@@ -121,7 +121,7 @@ def stats_of(
         step_seconds=times.seconds(),
         step_model=totals.step_model.coefficients(),
         step_tokens=totals.step_tokens.snapshot(),
-        experts=None if routed is None else routed.stats(),
+        experts=executor.model.expert_stats(),
         states=None if cache.states is None else _state_stats(cache.states, ranks),
         ranks=ranks,
     )

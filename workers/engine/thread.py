@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -121,8 +121,14 @@ class EngineThread:
         self._engine.close()
 
     def stats(self) -> EngineStats:
-        """A snapshot: at most STATS_S older than the last step; of now where the engine is idle."""
-        return self._stats
+        """A snapshot: at most STATS_S older than the last step; of now where the engine is idle.
+
+        Other ranks of a group tell of their expert caches once a second, also after the last step.
+        """
+        stats = self._stats
+        if stats.ranks:
+            return replace(stats, experts=self._engine.model.expert_stats())
+        return stats
 
     @property
     def alive(self) -> bool:

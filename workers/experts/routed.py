@@ -159,7 +159,7 @@ class RoutedExperts:
         self.num_skipped_neurons += num_skipped
 
     def stats(self) -> ExpertStats:
-        """A snapshot; called from the thread that computes."""
+        """A snapshot, from any thread; a step may be half-way."""
         cache, counts, link = self.cache, self.cache.counts, self.cache.copier.counts
         accuracy = {} if self.predictor is None else self.predictor.accuracy
         return ExpertStats(

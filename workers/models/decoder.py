@@ -26,7 +26,7 @@ from penstock.workers.models.linear_attention import LinearAttention
 from penstock.workers.models.moe import MoeMlp
 from penstock.workers.models.rope import Rope, write_query_scales
 from penstock.workers.models.weight_summary import linears_of, weight_facts
-from penstock.workers.stats import RankStats
+from penstock.workers.stats import ExpertStats, RankStats
 
 
 class Decoder:
@@ -227,6 +227,10 @@ class Decoder:
     def ranks(self) -> tuple[RankStats, ...]:
         """Of a group of processes, each of them; none of one alone."""
         return ()
+
+    def expert_stats(self) -> ExpertStats | None:
+        """Of the expert caches, those of all ranks of a group together; None: there are none."""
+        return None if self.routed is None else self.routed.stats()
 
     def use_experts(self, manifest: Manifest, machine: int = 0) -> None:
         """Fill the expert caches of a machine, this one being 0, from another epoch of the file

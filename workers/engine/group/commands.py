@@ -50,7 +50,7 @@ class Commands:
     ):
         """Tells the first rank that it has loaded."""
         self._peer, self._config, self._model, self._draft = peer, config, model, draft
-        self._pulse = Pulse(peer)
+        self._pulse = Pulse(peer, model.expert_stats)
         self._adapters = HeldAdapters(model, self._pulse.send)
         self._memory: GroupMemory | None = None
         self._graph_inputs = torch.empty(0, dtype=torch.uint8)  # memory for them

@@ -33,6 +33,7 @@ from penstock.workers.models.host_batch import CacheBytes, GroupMemory, GroupSte
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
+from penstock.workers.stats import ExpertStats
 
 
 class Leader:
@@ -100,6 +101,7 @@ class Leader:
         )
         model.on_adapters = adapters.before_step
         model.on_experts, model.has_expert_caches = self._use_experts, self._has_caches
+        model.others_experts = self._experts_of_others
         if model.routed is not None:
             model.routed.on_prefetch = self._prefetch
         self._tell_of(model, wire.STEP, wire.LOGITS)
@@ -166,6 +168,9 @@ class Leader:
         num_each = self.rank.num_all // (1 if self._far is None else self._far.num_machines)
         numbers = range(machine * num_each, (machine + 1) * num_each)
         self._send_all(wire.EXPERTS, manifest.to_json().encode(), numbers)
+
+    def _experts_of_others(self) -> list[ExpertStats | None]:
+        return [peer.experts for peer in self._peers]
 
     def _prefetch(self, is_on: bool) -> None:
         self._send_all(wire.PREFETCH, bytes([is_on]))

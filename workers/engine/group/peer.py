@@ -1,8 +1,9 @@
 """The first rank's end of its connection to another rank, and how it notices that one is gone.
 
-A thread of each rank says once a second that its process runs. A process that says nothing for
-SILENCE_S hangs: it was stopped, or its machine or network is gone. One whose pass never ends is
-noticed by the steps of the worker, which then make no progress (engine/thread.py).
+A thread of each rank says once a second that its process runs, with the statistics of its expert
+cache. A process that says nothing for SILENCE_S hangs: it was stopped, or its machine or network is
+gone. One whose pass never ends is noticed by the steps of the worker, which then make no progress
+(engine/thread.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from penstock.workers.engine.group import wire
 from penstock.workers.errors import LoadError
+from penstock.workers.stats import ExpertStats
 
 PULSE_S = 1.0  # between two signs of life
 SILENCE_S = 15.0  # after which a rank hangs: a process of a busy machine waits for seconds
@@ -30,6 +32,7 @@ class Peer:
     def __init__(self, number: int, connection: socket.socket, *, is_here: bool):
         """`is_here`: its process is one of this machine, whose end RankProcess notices."""
         self.number = number
+        self.experts: ExpertStats | None = None  # of its expert cache, as it last said
         self._connection, self._is_here = connection, is_here
         self._messages: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._heard_s = time.monotonic()
@@ -84,6 +87,8 @@ class Peer:
                 self._heard_s = time.monotonic()
                 if kind != wire.PULSE:
                     self._messages.put((kind, contents))
+                elif contents:
+                    self.experts = ExpertStats.from_json(contents)
         except wire.PeerGone:  # closed at that end, or at this one
             self._messages.put(_GONE)
         if not self._is_here:
@@ -104,8 +109,11 @@ class Peer:
 class Pulse:
     """The other end: sends, and says meanwhile that this process runs."""
 
-    def __init__(self, connection: socket.socket):
-        self._connection, self._lock = connection, threading.Lock()
+    def __init__(
+        self, connection: socket.socket, experts: Callable[[], ExpertStats | None] | None = None
+    ):
+        """`experts`: of this process's expert cache; it is told with each sign of life."""
+        self._connection, self._lock, self._experts = connection, threading.Lock(), experts
         threading.Thread(target=self._run, name="penstock-pulse", daemon=True).start()
 
     def send(self, kind: int, contents: bytes = b"") -> None:
@@ -116,7 +124,8 @@ class Pulse:
     def _run(self) -> None:
         while True:
             try:
-                self.send(wire.PULSE)
+                found = None if self._experts is None else self._experts()
+                self.send(wire.PULSE, b"" if found is None else found.to_json().encode())
             except wire.PeerGone:
                 return  # the main thread finds that out, too
             time.sleep(PULSE_S)

@@ -33,7 +33,7 @@ from penstock.workers.models.shards.exchange import Exchange
 from penstock.workers.models.shards.layers import columns_of
 from penstock.workers.models.shards.moe import AbsentExperts
 from penstock.workers.models.shards.shard import Shard, Span
-from penstock.workers.stats import RankStats
+from penstock.workers.stats import ExpertStats, RankStats
 
 # Tells the other ranks of a step, or of the rows that logits are wanted of.
 OnStep = Callable[[GroupStep], None]
@@ -81,6 +81,8 @@ class ShardDecoder(Decoder):
         self.on_capture: OnCapture | None = None
         self.on_adapters: OnAdapters | None = None
         self.on_experts: OnExperts | None = None
+        # What the other ranks last said of their expert caches; None: they have none.
+        self.others_experts: Callable[[], Sequence[ExpertStats | None]] | None = None
         self.other_ranks: OtherRanks | None = None  # for its adapters
         # Takes host memory for a number of blocks on the other ranks.
         self.on_host: Callable[[int], HostMirror] | None = None
@@ -120,6 +122,11 @@ class ShardDecoder(Decoder):
         self.on_step(GroupStep(batch, modes, is_graph, shares))
         if shares:
             self.exchange.share_ids(token_ids)
+
+    def expert_stats(self) -> ExpertStats | None:
+        others = () if self.others_experts is None else self.others_experts()
+        found = [each for each in (super().expert_stats(), *others) if each is not None]
+        return ExpertStats.of_ranks(found) if found else None
 
     def use_experts(self, manifest: Manifest, machine: int = 0) -> None:
         super().use_experts(manifest, machine)

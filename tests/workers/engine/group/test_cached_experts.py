@@ -6,6 +6,7 @@ The oracle is one process with all experts in memory. Real processes.
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.experts.expert_file import ExpertFile, ExpertShare, Manifest
 from penstock.workers.experts.writer import read_manifest, write_expert_file
 from penstock.workers.models.shards.decoder import ShardDecoder
+from penstock.workers.stats import ExpertStats
 from tests.workers.checkpoints import make_checkpoint
 from tests.workers.engine.group.forked_ranks import forked_ranks
 from tests.workers.engine.group.test_group import engine_of, run
@@ -78,6 +80,31 @@ def check_cache(group: Engine) -> None:
 def test_ids_of_one_process(name, cut, options, tmp_path):
     one, group = both(name, cut, tmp_path, **options)
     assert group == one
+
+
+def uses_of(stats: ExpertStats) -> int:
+    return stats.num_hits + stats.num_partial + stats.num_misses
+
+
+def test_statistics_of_all_ranks(tmp_path):
+    """The sums of what each has, also of ranks that have no experts: there are five, and the second
+    layer has none."""
+    model = str(make_checkpoint("olmoe-4-kv"))
+    facts = experts_of(Path(model))
+    num_experts = len(facts.layers) * facts.config.num_experts
+    options = {"expert_cache_gb": CACHE_GB, "expert_store_dir": str(tmp_path)}
+    with forked_ranks():
+        group = engine_of(model, 6, **options)
+    try:
+        run(group)
+        own, until_s = group.model.routed.stats(), time.monotonic() + 10.0
+        while uses_of(found := group.stats().experts) <= uses_of(own):
+            assert time.monotonic() < until_s, f"after ten seconds: {found}"
+            time.sleep(0.05)
+        assert found.num_experts == num_experts > own.num_experts
+        assert found.slot_bytes == own.slot_bytes and found.num_slots > own.num_slots
+    finally:
+        group.close()
 
 
 def test_another_epoch_of_the_file(tmp_path):
