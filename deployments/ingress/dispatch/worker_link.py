@@ -74,6 +74,7 @@ class WorkerLink:
         self.task: asyncio.Task[None] | None = None
         self.is_listed = True
         self.is_connected = False
+        self.was_connected = False  # once, or is now
         self.is_draining = info.is_draining
         self.is_stalled = False  # its engine computes nothing, although it has work
         self.last_turn = 0
@@ -240,7 +241,7 @@ class WorkerLink:
             return
         messages.max_bytes = MAX_MESSAGE_BYTES
         # Set here, not in the task that awaits _welcomed: the messages that follow count.
-        self.is_connected = True
+        self.is_connected = self.was_connected = True
         self._welcomed.set_result(None)
 
     def _take_report(self, report: pb.Report) -> None:

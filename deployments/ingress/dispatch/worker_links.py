@@ -176,15 +176,17 @@ class WorkerLinks:
         return replace(admission, features=replace(features, max_tokens=limit))
 
     async def replaced(self) -> None:
-        """Where all workers drain, wait a moment for one that takes requests.
+        """Where no worker takes requests, but one soon may, wait a moment for it.
 
-        In a rolling update, the worker that replaces the last old one is known a moment later.
+        In a rolling update, the worker that replaces the last old one is known a moment later; and
+        from a worker that is listed to the connection with it takes another moment.
         """
         loop = asyncio.get_running_loop()
         if self.usable():
             return
         is_draining = any(link.is_draining for link in self.by_epoch.values())
-        if not is_draining and loop.time() > self._drained_s + REPLACED_S:
+        is_new = any(each.is_listed and not each.was_connected for each in self.by_epoch.values())
+        if not (is_draining or is_new) and loop.time() > self._drained_s + REPLACED_S:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPLACED_S):

@@ -162,7 +162,7 @@ def test_what_a_killed_worker_of_the_old_weights_began_is_not_continued_by_the_n
         if error is None:
             assert ids in (old[number], new[number])
         else:
-            assert error.code == "worker_lost"
+            assert error.code == "worker_lost", error
             assert ids and ids == old[number][: len(ids)]  # what has no token yet begins anew
     assert 1 <= len(failed) <= 4  # each client had one stream
     assert answers(of_first, NUM, NUM_TOKENS) == [(ids[:NUM_TOKENS], None) for ids in new]

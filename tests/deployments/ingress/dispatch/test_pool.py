@@ -350,6 +350,22 @@ def test_without_a_worker_the_answer_is_an_error(run):
     assert (ids, last.finish_reason, last.error) == ([], FinishReason.ERROR, "no_worker")
 
 
+def test_a_worker_that_is_being_connected_to_is_waited_for(model, nodes, run):
+    """The registry lists it, and no other takes requests."""
+
+    async def scenario():
+        pool = WorkerPool("test")
+        try:
+            pool.update([nodes[0].channel.info])
+            assert pool.num_connected == 0
+            return await collect(pool, request(1))
+        finally:
+            await pool.close()
+
+    ids, last = run(scenario())
+    assert (ids, last.finish_reason) == (alone(model, request(1)), FinishReason.LENGTH)
+
+
 def test_a_refused_request_comes_back_with_its_code(nodes, run):
     async def scenario():
         async with pool_of(*nodes) as pool:
