@@ -117,7 +117,7 @@ class Gate:
                 f"request_id {name!r} is already waiting or running: give each request its own"
             )
         demand = self._sampler.demand(request, holding or length)
-        entry = self._entry(request, demand, length, now)
+        entry = self._measured(self._entry(request, demand, length, now))
         if not self._placement.could_fit(demand):
             return never_fits(entry, self._placement.largest(demand))
         if request.generated:  # admitted once: it waits for room, and is not refused
@@ -160,7 +160,8 @@ class Gate:
     def would_wait(self, request: GateRequest, length: LengthDistribution, now: float) -> float:
         """Seconds that it would wait if it arrived now, as `offer` judges it. Changes nothing."""
         demand = self._sampler.demand(request, length)
-        return self._admission.would_wait(self._entry(request, demand, length, now), now)
+        entry = self._measured(self._entry(request, demand, length, now))
+        return self._admission.would_wait(entry, now)
 
     def confirm(
         self,
@@ -246,7 +247,7 @@ class Gate:
         if entry is None:
             return False
         entry.returned = True
-        self.queue.add(entry)
+        self.queue.add(entry if entry.remaining is not None else self._measured(entry))
         return True
 
     def finished(self, request_id: str, generated: int, now: float) -> None:
@@ -303,14 +304,8 @@ class Gate:
     def _entry(
         self, request: GateRequest, demand: Demand, length: LengthDistribution, now: float
     ) -> Waiting:
-        """Its expected length, and the tokens x seconds of KV that it will take."""
+        """With its expected length; its area is not measured yet."""
         self._number += 1
-        remaining = demand.remaining()
-        steps = remaining.astype(np.float64)
-        area = float((request.prompt_tokens * steps + steps**2 / 2).mean())
-        if self._pace_s is None:
-            paces = [each.step_s for each in self.ledgers.values()] or [self._last_pace_s]
-            self._pace_s = self._last_pace_s = sum(paces) / len(paces)
         return Waiting(
             demand=demand,
             tenant=request.tenant,
@@ -318,9 +313,18 @@ class Gate:
             arrived=now,
             number=self._number,
             expected=length.mean,
-            area=area * self._pace_s / self._capacity,
             weight=request.weight,
             deadline=request.deadline,
             prefix=request.prefix,
-            remaining=remaining,
         )
+
+    def _measured(self, entry: Waiting) -> Waiting:
+        """The same, with the tokens x seconds of KV that it will take: for the queue."""
+        entry.remaining = entry.demand.remaining()
+        steps = entry.remaining.astype(np.float64)
+        area = float((entry.demand.prompt_tokens * steps + steps**2 / 2).mean())
+        if self._pace_s is None:
+            paces = [each.step_s for each in self.ledgers.values()] or [self._last_pace_s]
+            self._pace_s = self._last_pace_s = sum(paces) / len(paces)
+        entry.area = area * self._pace_s / self._capacity
+        return entry

@@ -8,6 +8,7 @@ prediction, has the predictor's prior distribution.
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -30,7 +31,9 @@ class FutureSampler:
         # A generator for each request would cost 50 us.
         self._strata = rng.permuted(np.tile(np.arange(num_samples), (TABLE, 1)), axis=1)
         self._offsets = rng.random((TABLE, num_samples))
-        self._prior = cumulative_hazard(length_prior())
+        prior = cumulative_hazard(length_prior())
+        # One of each limit: its mean is computed once.
+        self._prior = lru_cache(TABLE)(partial(LengthDistribution, prior))
 
     def demand(self, request: GateRequest, length: LengthDistribution) -> Demand:
         """`length`: how long its memory is held, in tokens."""
@@ -47,11 +50,11 @@ class FutureSampler:
 
     def provisional(self, request: GateRequest, max_tokens: int | None) -> Demand:
         """Of a request without a prediction: the prior distribution."""
-        return self.demand(request, LengthDistribution(self._prior, max_tokens))
+        return self.demand(request, self._prior(max_tokens))
 
     def from_report(self, running: Running) -> Demand:
         """Of a request that bypassed the gate, known from a worker's report."""
-        length, name = LengthDistribution(self._prior, running.max_tokens), running.request_id
+        length, name = self._prior(running.max_tokens), running.request_id
         return Demand(name, running.prompt_tokens, length, self.uniforms(name))
 
     def uniforms(self, request_id: str) -> Floats:

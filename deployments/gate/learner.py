@@ -1,7 +1,7 @@
 """Trains the gate's predictor from ends of answers and from progress in worker reports.
 
 Reports list every tenth of a second how far each answer is. Here it is only noted which are due;
-learning is done in pieces while the process is idle, from all that gathers in half a second:
+learning is done in pieces while the process is idle, from all that gathers in two seconds:
 several answers cost less at once, and one that grows meanwhile is learnt from once.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger("penstock.gate")
 MAX_LABELS = 4096  # labels in the queue; older ones are dropped
 MAX_ENDS_AT_ONCE = 16  # some 2 ms
 MAX_AT_ONCE = 64  # running answers: some 2 ms
-GATHER_S = 0.5  # in which a running answer gains some 20 tokens
+GATHER_S = 2.0  # in which a running answer gains some 80 tokens
 COVERAGE_WEIGHT = 0.01  # of the newest answer
 
 

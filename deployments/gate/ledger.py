@@ -25,7 +25,7 @@ class _Holding:
     demand: Demand
     expected: float  # tokens at its end; renewed by reports
     lease_until: float | None  # None: started
-    row: int  # of the ledger's HeldFutures
+    row: int = -1  # of the ledger's HeldFutures, once they are asked for
     generated: int = 0
     reported_at: float = 0.0  # or when it started, until a report lists it
     listed: bool = False
@@ -177,7 +177,8 @@ class Ledger:
         held = [each for each in self._unrenewed if self._held.get(each.demand.request_id) is each]
         self._unrenewed = []
         if held and self._futures is not None:
-            columns = self._columns if len(held) == len(self._held) else _Columns.of(held)
+            whole = self._columns
+            columns = whole if len(held) == len(self._held) else _Columns.of(held)
             generated = np.array([each.generated for each in held], np.int64)
             remaining = self._futures.mean_remaining(columns.rows, generated)
             lengths = np.rint(generated + remaining).astype(np.int64)
@@ -215,6 +216,10 @@ class Ledger:
     @property
     def _columns(self) -> _Columns:
         if self._columns_held is None:
+            if self._futures is not None:
+                for each in self._held.values():
+                    if each.row < 0:
+                        each.row = self._futures.add(each.demand.length, each.demand.uniforms)
             self._columns_held = _Columns.of(self._held.values())
         return self._columns_held
 
@@ -289,8 +294,7 @@ class Ledger:
     def _hold(self, demand: Demand, until: float | None) -> _Holding:
         if self._futures is None:
             self._futures = HeldFutures(len(demand.uniforms))
-        row = self._futures.add(demand.length, demand.uniforms)
-        holding = _Holding(demand, demand.expected, until, row, demand.generated)
+        holding = _Holding(demand, demand.expected, until, generated=demand.generated)
         self._held[demand.request_id] = holding
         self._changed(holding, 1)
         return holding
@@ -299,7 +303,7 @@ class Ledger:
         holding = self._held.pop(request_id, None)
         if holding is None:
             return False
-        if self._futures is not None:
+        if self._futures is not None and holding.row >= 0:
             self._futures.remove(holding.row)
         self._leases -= holding.lease_until is not None
         self._changed(holding, -1)

@@ -39,7 +39,7 @@ class Waiting:
     arrived: float  # seconds of the gate's clock
     number: int  # of its arrival: unique
     expected: float  # tokens of its answer
-    area: float  # predicted tokens x seconds of KV, as seconds of all the workers' memory
+    area: float = 0.0  # predicted tokens x seconds of KV, as seconds of all the workers' memory
     weight: float = 1.0  # of its tenant, as its newest request says
     deadline: float | None = None  # then it is dropped
     returned: bool = False  # a worker declined it, or was lost

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ def cumulative_hazard(hazards: Floats) -> Floats:
     return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LengthDistribution:
     """Distribution of one answer's length in tokens, known to exceed `generated`.
 
@@ -129,7 +130,7 @@ class LengthDistribution:
         bound = MAX_LENGTH if self.max_tokens is None else self.max_tokens
         return max(bound, self.generated)
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """The expected length."""
         if self.ceiling == self.generated:

@@ -26,6 +26,7 @@ from penstock.deployments.prediction.distribution import (
     NUM_BINS,
     WIDTHS,
     Floats,
+    cumulative_hazard,
 )
 
 DECAY = 0.999
@@ -37,6 +38,7 @@ PRIOR_WEIGHT = 2.0  # and the prior's, at the top
 PRIOR_MEDIAN, PRIOR_SIGMA = 150.0, 1.2  # log-normal: chat traffic, broadly
 PRIOR_CANCEL = 1e-3  # cancelled per bin, before anything is known
 MAX_GROUPS = 8192  # of 1 kB each
+MAX_MADE = 4096  # predictions that are kept until counts change, of up to 2 kB each
 _KNOT_LIST: list[int] = KNOTS.tolist()
 
 
@@ -128,11 +130,19 @@ class HazardTree:
         self.prior = prior  # [bins]
         self.groups: OrderedDict[Hashable, Counts] = OrderedDict()
         self._max_groups = max_groups
+        # What was computed since counts changed last: many requests come between two changes.
+        self._made: dict[Hashable, tuple[Floats, ...]] = {}
 
     def hazards(self, path: Sequence[Hashable]) -> Floats:
         """[bins] for the last group of `path`, which goes from the widest to the narrowest."""
-        h = _borrowing(self.prior, PRIOR_WEIGHT, self._own_counts(path))[0]
-        return np.minimum(np.maximum(h, MIN_HAZARD), MAX_HAZARD)
+        return self._made_for(tuple(path))[0]
+
+    def cumulative(self, path: Sequence[Hashable]) -> Floats:
+        """[bins + 1] of `hazards(path)`, as `cumulative_hazard` has it. Not to be written to."""
+        key = ("cumulative", *path)
+        if key not in self._made:
+            self._made[key] = (cumulative_hazard(self.hazards(path)),)
+        return self._made[key][0]
 
     def hazards_and_finer(self, path: Sequence[Hashable], finer: Hashable) -> Floats:
         """[2, bins]: `hazards(path)` and `hazards([*path, finer])`, the shared part done once."""
@@ -140,21 +150,33 @@ class HazardTree:
 
     def hazards_of(self, answers: Iterable[tuple[Sequence[Hashable], Hashable]]) -> Floats:
         """[n, 2, bins]: `hazards_and_finer` of each."""
-        shared: dict[tuple[Hashable, ...], tuple[Floats, Floats, Floats, Floats | float]] = {}
         found = []
         for path, finer in answers:
-            key = tuple(path)
-            if key not in shared:
-                *above, last = self._own_counts(path) or [_NOTHING]
-                h, weight = _borrowing(self.prior, PRIOR_WEIGHT, above)
-                shared[key] = _borrowing(h, weight, [last])[0], last, h, weight
-            coarse, last, h, weight = shared[key]
-            fine = coarse
-            if counts := self.groups.get(finer):
-                fine = _borrowing(h, weight, [_others(last, counts.both), counts.both])[0]
-            found += [coarse, fine]
-        hazards = np.array(found).reshape(-1, 2, NUM_BINS)
-        return np.minimum(np.maximum(hazards, MIN_HAZARD), MAX_HAZARD)
+            shared = tuple(path)
+            found += [self._made_for(shared)[0], self._finer(shared, finer)]
+        return np.array(found).reshape(-1, 2, NUM_BINS)
+
+    def _made_for(self, path: tuple[Hashable, ...]) -> tuple[Floats, ...]:
+        """Its hazards; the counts of its last group; the hazards above it, and their worth."""
+        if (made := self._made.get(path)) is None:
+            if len(self._made) >= MAX_MADE:
+                self._made.clear()
+            *above, last = self._own_counts(path) or [_NOTHING]
+            h, weight = _borrowing(self.prior, PRIOR_WEIGHT, above)
+            own = _within(_borrowing(h, weight, [last])[0])
+            made = self._made[path] = own, last, h, np.asarray(weight)
+        return made
+
+    def _finer(self, path: tuple[Hashable, ...], finer: Hashable) -> Floats:
+        """[bins] for the group `finer`, within the last one of `path`."""
+        own, last, h, weight = self._made_for(path)
+        if (counts := self.groups.get(finer)) is None:
+            return own
+        key = (path, finer)
+        if key not in self._made:
+            pair = [_others(last, counts.both), counts.both]
+            self._made[key] = (_within(_borrowing(h, weight, pair)[0]),)
+        return self._made[key][0]
 
     def weights(self, path: Sequence[Hashable], place: int) -> list[float]:
         """What prior and groups contribute to the hazard of one bin; sums up to 1.
@@ -193,7 +215,9 @@ class HazardTree:
             counts.add(seen)
 
     def _used(self, groups: Iterable[Hashable]) -> list[Counts]:
-        """The counts of each of these groups, made if missing; drops the least recently used."""
+        """The counts of each of these groups, which change; made if missing. Drops the least
+        recently used."""
+        self._made.clear()
         used = []
         for key in groups:
             counts = self.groups.get(key)
@@ -208,6 +232,10 @@ class HazardTree:
 
 
 _NOTHING = np.zeros((2, NUM_BINS))
+
+
+def _within(h: Floats) -> Floats:
+    return np.minimum(np.maximum(h, MIN_HAZARD), MAX_HAZARD)
 
 
 def _others(parent: Floats, child: Floats) -> Floats:

@@ -121,13 +121,13 @@ class LengthPredictor:
         else:
             cumulative = self._steps(features).cumulative
         if with_cancels:
-            cumulative = cumulative + cumulative_hazard(self.cancels.hazards(features.path()))
+            cumulative = cumulative + self.cancels.cumulative(features.path())
         return distribution_of(features, cumulative)
 
     def predict_both(self, features: Features) -> tuple[LengthDistribution, LengthDistribution]:
         """`predict` without and with cancels, for little more than the price of one."""
         distribution = self.predict(features)
-        cancels = cumulative_hazard(self.cancels.hazards(features.path()))
+        cancels = self.cancels.cumulative(features.path())
         return distribution, distribution_of(features, distribution.cumulative + cancels)
 
     def steps_of(self, requests: Sequence[Features]) -> list[Steps]:
