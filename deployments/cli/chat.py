@@ -45,6 +45,11 @@ class ChatRepl:
                 self._answer(line)
         return int(self._has_failed and not is_terminal)
 
+    def answer_one(self, text: str) -> int:
+        """Answer this message alone; the exit status: 1 if it got no answer."""
+        self._answer(text)
+        return int(self._has_failed)
+
     def _command(self, line: str) -> bool:
         """Run a line that begins with a slash; False ends the conversation."""
         name, _, rest = line.partition(" ")

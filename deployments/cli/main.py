@@ -138,6 +138,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_chat(commands: Any) -> None:
     chat = commands.add_parser("chat", help="chat with a model in the terminal")
+    chat.add_argument(
+        "message",
+        metavar="MESSAGE",
+        nargs="?",
+        help="answer this one and end; none: a conversation, or a message for each line of stdin",
+    )
     add_server_flags(chat)
     add_sampling_flags(chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
@@ -168,7 +174,8 @@ def _chat(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.chat import ChatRepl
 
     with _server(args) as server:
-        return ChatRepl(server, _sampling(args), system=args.system).run()
+        chat = ChatRepl(server, _sampling(args), system=args.system)
+        return chat.run() if args.message is None else chat.answer_one(args.message)
 
 
 def _complete(args: argparse.Namespace) -> int:

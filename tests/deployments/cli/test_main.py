@@ -343,6 +343,7 @@ def _use_commands(http: int, grpc: int) -> None:
         answers, _, again = talked.partition("/nonsense is no command; /help lists them\n")
         assert answers == again  # after a reset the same question has the same answer
         assert answers.strip()
+        assert run("chat", "Hello", *common) == answers
 
 
 def run(*arguments: str, stdin: str = "") -> str:
