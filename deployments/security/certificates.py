@@ -12,8 +12,9 @@ import logging
 import ssl
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cryptography import x509
 
 from penstock.deployments.options import SecurityOptions
 from penstock.deployments.security.handshake import handshake
+from penstock.deployments.security.identity import WrongPeer, check_serves
 from penstock.workers.errors import ConfigError
 
 RELOAD_S = 10.0
@@ -30,6 +32,7 @@ TLS_SETTINGS = ("tls_cert_file", "tls_key_file", "tls_client_ca_file")
 
 log = logging.getLogger("penstock.security")
 _Stamp = tuple[tuple[int, int, int], ...]
+Check = Callable[[x509.Certificate], None]  # raises WrongPeer; why it cannot be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +91,18 @@ class Certificates:
         *,
         settings: tuple[str, str, str] = TLS_SETTINGS,
         ca_signs_own: bool = False,
+        check: Check = check_serves,
         reload_s: float = RELOAD_S,
     ):
         """Load the files. `ca_signs_own`: the CA must have signed this certificate, too, as within
-        a cluster. Raises ConfigError that names the file's setting and the remedy."""
+        a cluster. `check`: of the first certificate and of each new one. Raises ConfigError that
+        names the file's setting and the remedy."""
         self._files = CertificateFiles(cert_file, key_file, ca_file, settings)
-        self._ca_signs_own = ca_signs_own
+        self._load = partial(load, self._files, ca_signs_own=ca_signs_own, check=check)
         self._reload_s = reload_s
         self._failed: tuple[str, _Stamp | None] | None = None  # what the last look found
         self.reload_failed = False
-        self.current = load(self._files, ca_signs_own=ca_signs_own)
+        self.current = self._load()
         self.server_context = _context(ssl.PROTOCOL_TLS_SERVER)
         if ca_file is not None:  # a connection has it from the context that it begins with
             self.server_context.verify_mode = ssl.CERT_REQUIRED
@@ -132,7 +137,7 @@ class Certificates:
         try:
             stamp = self._files.stamp()
             if stamp != self.current.stamp:
-                self.current = load(self._files, ca_signs_own=self._ca_signs_own)
+                self.current = self._load()
                 log.info(
                     "%s %s: a new certificate is in use; it expires in %.1f days",
                     *(self._files.settings[0], self._files.cert, self.expires_s / 86_400),
@@ -168,20 +173,22 @@ def client_certificates(options: SecurityOptions) -> Certificates | None:
     return Certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
 
 
-def load(files: CertificateFiles, *, ca_signs_own: bool = False) -> LoadedCertificate:
-    """The files, checked: they exist, belong together, have not expired, and a handshake works.
-
-    Raises ConfigError.
-    """
+def load(
+    files: CertificateFiles, *, ca_signs_own: bool = False, check: Check = check_serves
+) -> LoadedCertificate:
+    """The files, checked: they exist, belong together, have not expired, a handshake works, and
+    `check` has nothing against the certificate. Raises ConfigError."""
     for _ in range(NUM_READS):
         stamp = files.stamp()
-        loaded = _load(files, stamp, ca_signs_own)
+        loaded = _load(files, stamp, ca_signs_own, check)
         if files.stamp() == stamp:
             return loaded
     raise ConfigError(f"{files.settings[0]} {files.cert} changes all the time; replace it once")
 
 
-def _load(files: CertificateFiles, stamp: _Stamp, ca_signs_own: bool) -> LoadedCertificate:
+def _load(
+    files: CertificateFiles, stamp: _Stamp, ca_signs_own: bool, check: Check
+) -> LoadedCertificate:
     pem = [_read(setting, file) for setting, file in files.named()]
     _check_key_mode(files)
     expires_at_s = _expiry(files, pem[0])
@@ -205,6 +212,10 @@ def _load(files: CertificateFiles, stamp: _Stamp, ca_signs_own: bool) -> LoadedC
             f"{files.settings[0]} {files.cert} cannot be used for TLS 1.3: {why}"
             + (f"; {files.settings[2]} {files.ca} must have signed it" if ca_signs_own else "")
         ) from None
+    try:
+        check(x509.load_pem_x509_certificates(pem[0])[0])
+    except WrongPeer as error:
+        raise ConfigError(f"{files.settings[0]} {files.cert}: {error}") from None
     ca = pem[2] if files.ca is not None else None
     return LoadedCertificate(stamp, pem[0], pem[1], ca, expires_at_s, server, client)
 

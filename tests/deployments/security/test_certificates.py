@@ -181,6 +181,11 @@ def make_expired(folder: Path) -> None:
     renew_all(folder, days=1e-9)
 
 
+def make_of_client(folder: Path) -> None:
+    for ending in ("crt", "key"):
+        shutil.copy(folder / f"client.{ending}", folder / f"server.{ending}")
+
+
 def make_empty(folder: Path) -> None:
     (folder / "server.crt").write_text("")
 
@@ -193,6 +198,7 @@ WRONG = [
     (make_half_pem, r"tls_cert_file \S+ has no certificate in PEM"),
     (make_no_key_pem, r"tls_cert_file \S+ and tls_key_file \S+ cannot be used together"),
     (make_expired, r"tls_cert_file \S+ expired at .*certs renew"),
+    (make_of_client, r"tls_cert_file \S+: its extended key usage is not for servers"),
     (make_empty, r"tls_cert_file \S+ has no certificate in PEM"),
 ]
 
