@@ -24,6 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 PLAIN_HINT = "; if it speaks TLS, write https://; if this is its gRPC port, grpc://"
 PLAIN_GRPC_HINT = "; if it speaks TLS, write grpcs://; if this is its HTTP port, http://"
 NAMELESS_HINT = "; if it asks for a certificate: --cert-file FILE --key-file FILE"
+REFUSED_HINT = "; if it refuses --cert-file: its CA must be in the server's tls_client_ca_file"
 START_ONE = "is one running? `penstock serve` starts one"
 
 
@@ -206,12 +207,17 @@ class GrpcServer:
 
 
 def _nameless(tls: ClientTls) -> str:
-    return NAMELESS_HINT if tls.cert_file is None else ""
+    return NAMELESS_HINT if tls.cert_file is None else REFUSED_HINT
 
 
 def _why(where: str, reason: str) -> str:
     """What is wrong with a connection that failed. `reason`: the library's words."""
     lower = reason.lower()
+    if "mismatch" in lower or "not match" in lower or "verification check failed" in lower:
+        return (
+            f"the certificate of {where} is for other host names: --url must have one of them "
+            "(`penstock certs show` prints those of a folder)"
+        )
     if "certificate_verify_failed" in lower:
         why = reason.rpartition("certificate verify failed: ")[2]
         return f"the certificate of {where} is not trusted ({why}); name its CA with --ca-file"
