@@ -218,6 +218,8 @@ def _why(where: str, reason: str) -> str:
             f"the certificate of {where} is for other host names: --url must have one of them "
             "(`penstock certs show` prints those of a folder)"
         )
+    if "certificate has expired" in lower:
+        return f"the certificate of {where} has expired (`penstock certs renew` makes a new one)"
     if "certificate_verify_failed" in lower:
         why = reason.rpartition("certificate verify failed: ")[2]
         return f"the certificate of {where} is not trusted ({why}); name its CA with --ca-file"

@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 
 from penstock.deployments.cli.main import main
-from penstock.deployments.cli.server import ServerError, connect
+from penstock.deployments.cli.server import ServerError, _why, connect
 from penstock.deployments.client.tls import ClientTls
 from penstock.deployments.config import config_from
 from penstock.deployments.preflight import check_before_start
@@ -240,6 +240,10 @@ def test_a_connection_that_cannot_be_made_says_what_to_change(folder: Path):
         stranger = folder.with_name("stranger")
         make_all(stranger, "test", days=1)
         refused = ClientTls(ca, str(stranger / "client.crt"), str(stranger / "client.key"))
+        expired = (
+            "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired"
+        )
+        assert "certs renew" in _why(secure[0], expired)
         assert all("refuses --cert-file" in error(url, refused) for url in secure)
         assert "write https://" in error(secure[0].replace("https", "http"))
         assert "write grpcs://" in error(secure[1].replace("grpcs", "grpc"))
