@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from penstock.deployments.cli.flags.server import KEY_VARIABLE
 from penstock.deployments.client import Client, ClientError
 from penstock.deployments.client.tls import ClientTls
 from penstock.workers.errors import ConfigError
@@ -203,7 +204,7 @@ class GrpcServer:
         except ClientError as error:
             if error.code == "unavailable":  # gRPC's code for a server that cannot be reached
                 raise ServerError(_why(self._target, error.message) + self._cut_hint) from None
-            raise ServerError(error.message) from None
+            raise ServerError(_with_remedy(error.message, error.code), error.code) from None
 
 
 def _nameless(tls: ClientTls) -> str:
@@ -239,4 +240,11 @@ def _check(response: httpx.Response) -> None:
         message, code = error["message"], error.get("code") or ""
     except (ValueError, KeyError, TypeError):
         message, code = f"HTTP status {response.status_code}", ""
-    raise ServerError(message, code)
+    raise ServerError(_with_remedy(message, code), code)
+
+
+def _with_remedy(message: str, code: str) -> str:
+    """A server's message, which speaks of headers, in terms of a command's flags."""
+    if code != "invalid_api_key":
+        return message
+    return f"{message}; a command has its key from --api-key-file FILE, or from {KEY_VARIABLE}"
