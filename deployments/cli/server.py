@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from penstock.deployments.cli.flags.server import KEY_VARIABLE
 from penstock.deployments.client import Client, ClientError
 from penstock.deployments.client.tls import ClientTls
 from penstock.workers.errors import ConfigError
@@ -24,6 +25,7 @@ CONNECT_TIMEOUT_S = 5.0
 PLAIN_HINT = "; if it speaks TLS, write https://; if this is its gRPC port, grpc://"
 PLAIN_GRPC_HINT = "; if it speaks TLS, write grpcs://; if this is its HTTP port, http://"
 NAMELESS_HINT = "; if it asks for a certificate: --cert-file FILE --key-file FILE"
+REFUSED_HINT = "; if it refuses --cert-file: its CA must be in the server's tls_client_ca_file"
 START_ONE = "is one running? `penstock serve` starts one"
 
 
@@ -202,16 +204,23 @@ class GrpcServer:
         except ClientError as error:
             if error.code == "unavailable":  # gRPC's code for a server that cannot be reached
                 raise ServerError(_why(self._target, error.message) + self._cut_hint) from None
-            raise ServerError(error.message) from None
+            raise ServerError(_with_remedy(error.message, error.code), error.code) from None
 
 
 def _nameless(tls: ClientTls) -> str:
-    return NAMELESS_HINT if tls.cert_file is None else ""
+    return NAMELESS_HINT if tls.cert_file is None else REFUSED_HINT
 
 
 def _why(where: str, reason: str) -> str:
     """What is wrong with a connection that failed. `reason`: the library's words."""
     lower = reason.lower()
+    if "mismatch" in lower or "not match" in lower or "verification check failed" in lower:
+        return (
+            f"the certificate of {where} is for other host names: --url must have one of them "
+            "(`penstock certs show` prints those of a folder)"
+        )
+    if "certificate has expired" in lower:
+        return f"the certificate of {where} has expired (`penstock certs renew` makes a new one)"
     if "certificate_verify_failed" in lower:
         why = reason.rpartition("certificate verify failed: ")[2]
         return f"the certificate of {where} is not trusted ({why}); name its CA with --ca-file"
@@ -231,4 +240,11 @@ def _check(response: httpx.Response) -> None:
         message, code = error["message"], error.get("code") or ""
     except (ValueError, KeyError, TypeError):
         message, code = f"HTTP status {response.status_code}", ""
-    raise ServerError(message, code)
+    raise ServerError(_with_remedy(message, code), code)
+
+
+def _with_remedy(message: str, code: str) -> str:
+    """A server's message, which speaks of headers, in terms of a command's flags."""
+    if code != "invalid_api_key":
+        return message
+    return f"{message}; a command has its key from --api-key-file FILE, or from {KEY_VARIABLE}"

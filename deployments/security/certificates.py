@@ -10,60 +10,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from cryptography import x509
 
 from penstock.deployments.options import SecurityOptions
+from penstock.deployments.security.certificate_files import (
+    TLS_SETTINGS,
+    CertificateFiles,
+    Stamp,
+)
 from penstock.deployments.security.handshake import handshake
+from penstock.deployments.security.identity import WrongPeer, check_serves
 from penstock.workers.errors import ConfigError
 
 RELOAD_S = 10.0
 NUM_READS = 5  # of files that change while they are read
 WARN_S = 7 * 86_400.0  # before a certificate expires
-TLS_SETTINGS = ("tls_cert_file", "tls_key_file", "tls_client_ca_file")
 
 log = logging.getLogger("penstock.security")
-_Stamp = tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateFiles:
-    """Names of files in PEM. `settings`: what the messages call them."""
-
-    cert: str
-    key: str
-    ca: str | None = None
-    settings: tuple[str, str, str] = TLS_SETTINGS
-
-    def named(self) -> Iterator[tuple[str, str]]:
-        """Setting and file, of those that are given."""
-        for setting, file in zip(self.settings, (self.cert, self.key, self.ca), strict=True):
-            if file is not None:
-                yield setting, file
-
-    def stamp(self) -> _Stamp:
-        """Changes with each replacement of a file. Raises ConfigError."""
-        found = []
-        for setting, file in self.named():
-            try:
-                status = Path(file).stat()  # of what a link leads to
-            except OSError as error:
-                raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
-            found.append((status.st_mtime_ns, status.st_ino, status.st_size))
-        return tuple(found)
+Check = Callable[[x509.Certificate], None]  # raises WrongPeer; why it cannot be used
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedCertificate:
     """What the files had when they were read, proven to work. `cert`, `key`, `ca`: PEM."""
 
-    stamp: _Stamp
+    stamp: Stamp
     cert: bytes
     key: bytes
     ca: bytes | None
@@ -88,16 +65,20 @@ class Certificates:
         *,
         settings: tuple[str, str, str] = TLS_SETTINGS,
         ca_signs_own: bool = False,
+        check: Check = check_serves,
         reload_s: float = RELOAD_S,
     ):
         """Load the files. `ca_signs_own`: the CA must have signed this certificate, too, as within
-        a cluster. Raises ConfigError that names the file's setting and the remedy."""
+        a cluster. `check`: of the first certificate and of each new one. Raises ConfigError that
+        names the file's setting and the remedy."""
         self._files = CertificateFiles(cert_file, key_file, ca_file, settings)
-        self._ca_signs_own = ca_signs_own
+        self._load = partial(load, self._files, ca_signs_own=ca_signs_own, check=check)
         self._reload_s = reload_s
-        self._failed: tuple[str, _Stamp | None] | None = None  # what the last look found
+        self._failed: tuple[str, Stamp | None] | None = None  # what the last look found
         self.reload_failed = False
-        self.current = load(self._files, ca_signs_own=ca_signs_own)
+        self.current = self._load()
+        self._told_of: tuple[float, bool] | None = None  # when it expires, whether it has
+        self._tell_expiry()
         self.server_context = _context(ssl.PROTOCOL_TLS_SERVER)
         if ca_file is not None:  # a connection has it from the context that it begins with
             self.server_context.verify_mode = ssl.CERT_REQUIRED
@@ -132,13 +113,15 @@ class Certificates:
         try:
             stamp = self._files.stamp()
             if stamp != self.current.stamp:
-                self.current = load(self._files, ca_signs_own=self._ca_signs_own)
+                self.current = self._load()
                 log.info(
                     "%s %s: a new certificate is in use; it expires in %.1f days",
                     *(self._files.settings[0], self._files.cert, self.expires_s / 86_400),
                 )
                 self._failed, self.reload_failed = None, False
+                self._tell_expiry()
                 return True
+            self._tell_expiry()
         except ConfigError as error:
             failed = (str(error), stamp)
             if failed != self._failed:
@@ -149,6 +132,17 @@ class Certificates:
             return False
         self._failed, self.reload_failed = None, False
         return False
+
+    def _tell_expiry(self) -> None:
+        """Warn once of a certificate that expires soon, and once more when it has."""
+        state = (self.current.expires_at_s, self.expires_s <= 0)
+        if self.expires_s < WARN_S and state != self._told_of:
+            self._told_of = state
+            what, days = f"{self._files.settings[0]} {self._files.cert}", self.expires_s / 86_400
+            if self.expires_s > 0:
+                log.warning("%s expires in %.1f days", what, days)
+            else:
+                log.error("%s has expired: new connections fail until it is replaced", what)
 
     async def run(self) -> None:
         """Look at the files each `reload_s` seconds, in a thread. Never returns."""
@@ -168,22 +162,24 @@ def client_certificates(options: SecurityOptions) -> Certificates | None:
     return Certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
 
 
-def load(files: CertificateFiles, *, ca_signs_own: bool = False) -> LoadedCertificate:
-    """The files, checked: they exist, belong together, have not expired, and a handshake works.
-
-    Raises ConfigError.
-    """
+def load(
+    files: CertificateFiles, *, ca_signs_own: bool = False, check: Check = check_serves
+) -> LoadedCertificate:
+    """The files, checked: they exist, belong together, have not expired, a handshake works, and
+    `check` has nothing against the certificate. Raises ConfigError."""
     for _ in range(NUM_READS):
         stamp = files.stamp()
-        loaded = _load(files, stamp, ca_signs_own)
+        loaded = _load(files, stamp, ca_signs_own, check)
         if files.stamp() == stamp:
             return loaded
     raise ConfigError(f"{files.settings[0]} {files.cert} changes all the time; replace it once")
 
 
-def _load(files: CertificateFiles, stamp: _Stamp, ca_signs_own: bool) -> LoadedCertificate:
-    pem = [_read(setting, file) for setting, file in files.named()]
-    _check_key_mode(files)
+def _load(
+    files: CertificateFiles, stamp: Stamp, ca_signs_own: bool, check: Check
+) -> LoadedCertificate:
+    pem = files.read()
+    files.check_key_mode()
     expires_at_s = _expiry(files, pem[0])
     server, bare = (_context(ssl.PROTOCOL_TLS_SERVER) for _ in range(2))
     client = None if files.ca is None else _context(ssl.PROTOCOL_TLS_CLIENT)
@@ -205,6 +201,10 @@ def _load(files: CertificateFiles, stamp: _Stamp, ca_signs_own: bool) -> LoadedC
             f"{files.settings[0]} {files.cert} cannot be used for TLS 1.3: {why}"
             + (f"; {files.settings[2]} {files.ca} must have signed it" if ca_signs_own else "")
         ) from None
+    try:
+        check(x509.load_pem_x509_certificates(pem[0])[0])
+    except WrongPeer as error:
+        raise ConfigError(f"{files.settings[0]} {files.cert}: {error}") from None
     ca = pem[2] if files.ca is not None else None
     return LoadedCertificate(stamp, pem[0], pem[1], ca, expires_at_s, server, client)
 
@@ -247,23 +247,6 @@ def _load_ca(context: ssl.SSLContext, files: CertificateFiles) -> None:
         ) from None
 
 
-def _read(setting: str, file: str) -> bytes:
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
-
-
-def _check_key_mode(files: CertificateFiles) -> None:
-    """Raise ConfigError for a key that other users of the machine can read or write."""
-    mode = Path(files.key).stat().st_mode
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ConfigError(
-            f"{files.settings[1]} {files.key} can be read or written by every user of this "
-            f"machine: chmod 600 {files.key} (a secret of Kubernetes: defaultMode: 0440)"
-        )
-
-
 def _expiry(files: CertificateFiles, pem: bytes) -> float:
     """When the first certificate expires, in seconds since 1970. Raises ConfigError."""
     setting = f"{files.settings[0]} {files.cert}"
@@ -282,6 +265,4 @@ def _expiry(files: CertificateFiles, pem: bytes) -> float:
             f"{setting} expired at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; get a new one "
             "(of `penstock certs init`: penstock certs renew DIR)"
         )
-    if end_s - time.time() < WARN_S:
-        log.warning("%s expires in %.1f days", setting, (end_s - time.time()) / 86_400)
     return end_s

@@ -34,7 +34,6 @@ from penstock.deployments.security.identity import (
     identity_of,
 )
 from penstock.workers.channel.encrypted import TlsEnd
-from penstock.workers.errors import ConfigError
 
 SETTING = "cluster_certs_dir"
 Role = Literal["worker", "ingress", "gate"]
@@ -50,20 +49,25 @@ class ClusterCertificate:
         cert, key, ca = (
             str(Path(folder) / name) for name in (f"{role}.crt", f"{role}.key", "ca.crt")
         )
+        self._role, self._cluster = role, ""
         self._certificates = Certificates(
-            cert, key, ca, settings=(SETTING,) * 3, ca_signs_own=True, reload_s=reload_s
+            *(cert, key, ca),
+            settings=(SETTING,) * 3,
+            ca_signs_own=True,
+            check=self._check_own,
+            reload_s=reload_s,
         )
         self._reload_s = reload_s
         self._looked_s = time.monotonic()
         self._looking = threading.Lock()
-        try:
-            own = identity_of(x509.load_der_x509_certificate(der_of(self._certificates.current)))
-        except WrongPeer as error:
-            raise ConfigError(
-                f"{SETTING}: {cert}: {error}; use one of penstock certs init"
-            ) from None
-        if own.role != role:
-            raise ConfigError(f"{SETTING}: {cert} is of the role {own.role}, and must be of {role}")
+
+    def _check_own(self, leaf: x509.Certificate) -> None:
+        """Raise WrongPeer for a certificate of another role, or of another cluster than before."""
+        own = identity_of(leaf)
+        if own.role != self._role:
+            raise WrongPeer(f"it is of the role {own.role}, and must be of {self._role}")
+        if self._cluster not in ("", own.cluster):
+            raise WrongPeer(f"it is of the cluster {own.cluster!r}, not {self._cluster!r}")
         self._cluster = own.cluster
 
     @property

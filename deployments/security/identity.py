@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from penstock.workers.errors import ConfigError
 
@@ -63,6 +64,20 @@ def identity_of(certificate: x509.Certificate) -> Identity:
     if match is None:
         raise WrongPeer(f"its certificate names no identity of the form {SCHEME}://CLUSTER/ROLE/ID")
     return Identity(match["cluster"], match["role"], match["id"])
+
+
+def check_serves(certificate: x509.Certificate) -> None:
+    """Raise WrongPeer for a certificate with which clients would not connect."""
+    try:
+        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return
+    except (ValueError, x509.DuplicateExtension) as error:
+        raise WrongPeer("it has extensions that cannot be read") from error
+    if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & {
+        *usages
+    }:
+        raise WrongPeer("its extended key usage is not for servers, and every client refuses it")
 
 
 def check_peer(

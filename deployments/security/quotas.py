@@ -94,6 +94,14 @@ class QuotaTooSmall(Exception):
         )
 
 
+def check_size(limits: QuotaLimits, num_tokens: int) -> None:
+    """Raise QuotaTooSmall for a request that no wait would let in."""
+    for kind in account_kinds(limits):
+        limit = getattr(limits, kind.name)
+        if kind.what == "tokens" and num_tokens > limit:
+            raise QuotaTooSmall(kind, limit, num_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
     """What a client is told of requests or of tokens. `reset_s`: until all of it is there again."""
@@ -125,9 +133,7 @@ class QuotaLimiter:
                 known.day = day_of(now_s)
                 self._begin(known, self._forget_days(accounts))
             costs = [num_tokens if each.kind.what == "tokens" else 1 for each in accounts]
-            for account, cost in zip(accounts, costs):
-                if cost > account.limit:
-                    raise QuotaTooSmall(account.kind, account.limit, cost)
+            check_size(limits, num_tokens)
             await self._pay(accounts, costs, now_s)
             for account, cost in zip(accounts, costs):
                 account.held -= cost

@@ -42,6 +42,12 @@ class QuotaLimits:
     def are_set(self) -> bool:
         return any(getattr(self, name) is not None for name in QUOTA_NAMES)
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that one request may take."""
+        limits = (self.tokens_per_minute, self.tokens_per_day)
+        return min((each for each in limits if each is not None), default=None)
+
 
 QUOTA_NAMES = tuple(each.name for each in dataclasses.fields(QuotaLimits))
 

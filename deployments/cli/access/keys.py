@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.deployments.cli.tables import aligned
 from penstock.deployments.security.key_file import change_key_file, read_key_file
-from penstock.deployments.security.key_format import new_key
+from penstock.deployments.security.key_format import new_key, parse_key
 from penstock.deployments.security.records import (
     MAX_LIMIT,
     MAX_PRIORITY,
@@ -87,6 +88,12 @@ def _list(args: argparse.Namespace) -> int:
 def _revoke(args: argparse.Namespace) -> int:
     """Mark keys as revoked."""
     wanted, now_s = set(args.key_ids), time.time()
+
+    for each in args.key_ids:
+        if (key := parse_key(each)) is not None:  # and so not repeated
+            raise ConfigError(f"name a key by its id, and not by the whole key: {key.key_id}")
+    if not Path(args.file).expanduser().exists():
+        raise ConfigError(f"cannot read --file {args.file}: No such file or directory")
 
     def change(lines: list[str]) -> list[str]:
         missing = wanted - {each.key_id for each in map(_record_of, lines) if each}

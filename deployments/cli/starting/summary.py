@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.deployments.config import LOOPBACK, ServeConfig
@@ -114,11 +115,16 @@ def _server_flags(config: ServeConfig) -> str:
     default = ServeConfig()
     flags = ""
     if config.http_url != default.http_url:
-        flags += f" --url {config.http_url}"
+        # A certificate names no wildcard address.
+        is_wildcard = config.host in ("0.0.0.0", "::")
+        url = replace(config, host="localhost").http_url if is_wildcard else config.http_url
+        flags += f" --url {url}"
     if config.has_tls:
         flags += " --ca-file CA"  # the file of the CA is not this server's
     if config.tls_client_ca_file is not None:
         flags += " --cert-file CERT --key-file KEY"
+    if config.api_keys_file is not None:
+        flags += " --api-key-file FILE"  # with one key, not the file of their digests
     return flags
 
 

@@ -16,6 +16,7 @@ from penstock.deployments.security.quotas import (
     QuotaLimiter,
     QuotaTooSmall,
     Reservation,
+    check_size,
 )
 from penstock.deployments.security.records import QuotaLimits
 from penstock.workers.request import RequestError
@@ -46,26 +47,33 @@ class Billing:
     ) -> Bill | None:
         """Of a call; None: its tenant has no quotas. `max_tokens`: of each answer, as the client
         says; None: it does not, and an answer is expected to be as long as the tenant's others; 0:
-        there is none, as where prompts are embedded."""
+        there is none, as where prompts are embedded. Raises RequestError quota_too_small."""
         tenant = tenant_of(principal)
         limits = self.keys.terms(tenant).quotas
         if not limits.are_set:
             return None
-        expected = max_tokens
-        if expected is None:
-            expected = round(self._mean_answer.get(tenant, FIRST_GUESS_TOKENS))
-        return Bill(self, tenant, limits, num_prompt, num_prompt + expected * num_answers)
+        limit = limits.max_tokens
+        if max_tokens is not None:
+            num_expected = max_tokens * num_answers
+        else:
+            num_expected = round(self._mean_answer.get(tenant, FIRST_GUESS_TOKENS)) * num_answers
+            if limit is not None:
+                # A guess is no reason to refuse for good: such a request waits for the whole quota.
+                num_expected = max(num_answers, min(num_expected, limit - num_prompt))
+        try:
+            check_size(limits, num_prompt + num_expected)
+        except QuotaTooSmall as refusal:
+            raise RequestError(str(refusal), param="max_tokens", code="quota_too_small") from None
+        return Bill(self, tenant, limits, num_prompt, num_prompt + num_expected)
 
     async def reserve(self, tenant: str, limits: QuotaLimits, num_tokens: int) -> Reservation:
-        """Raises ServiceError rate_limit_exceeded, or RequestError quota_too_small."""
+        """Raises ServiceError rate_limit_exceeded."""
         try:
             return await self._limiter.reserve(tenant, limits, num_tokens)
         except QuotaExceeded as refusal:
             raise ServiceError(
                 "rate_limit_exceeded", str(refusal), retry_after_s=refusal.retry_after_s
             ) from None
-        except QuotaTooSmall as refusal:
-            raise RequestError(str(refusal), param="max_tokens", code="quota_too_small") from None
 
     def answered(self, tenant: str, num_tokens: int) -> None:
         """Learn the length of an answer of this tenant, in tokens."""
@@ -109,7 +117,7 @@ class Bill:
         self._num_used = 0
 
     async def begin(self) -> None:
-        """One answer begins; the first one takes for all. Raises ServiceError or RequestError."""
+        """One answer begins; the first one takes for all. Raises ServiceError."""
         if self._reserving is None:
             self._reserving = asyncio.ensure_future(
                 self._billing.reserve(self._tenant, self._limits, self._num_expected)

@@ -70,7 +70,7 @@ class Preparation:
 
     def bill(self, call: Call, request: Request, num_answers: int) -> Bill | None:
         """What the call costs its tenant; None: nothing, or an earlier call has paid for it, or one
-        bill is for several texts that are embedded."""
+        bill is for several texts that are embedded. Raises RequestError quota_too_small."""
         billing = self.billing
         if billing is None or call.context.is_continued or call.options.embeds:
             return None

@@ -162,10 +162,10 @@ class RequestCore:
             admission, split = await preparation.admission(
                 call, num_choices, has_features=runtime.learner is not None
             )
+            bill = preparation.bill(call, admission.request, num_choices)
         except (RequestError, ServiceError) as refusal:
             log_request(call.context, refusal.code)
             raise
-        bill = preparation.bill(call, admission.request, num_choices)
         first = Generation(
             *(replace(admission, trace=AnswerTrace()), call, runtime.tokenizer, start_s),
             split=split,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.deployments.cli.flags.serve import FIRST, flag_of, help_text
 from penstock.deployments.cli.main import main
 from penstock.deployments.cli.serve import WorkerCount
-from penstock.deployments.cli.starting.summary import effective_settings
+from penstock.deployments.cli.starting.summary import effective_settings, welcome
 from penstock.deployments.config import ServeConfig, config_from, settings, settings_by_group
 from penstock.deployments.config_file import as_yaml, read_config
 from penstock.deployments.config_values import values_by_group
@@ -182,6 +182,16 @@ def test_what_is_in_force_is_said_at_start():
     admission, access = effective_settings(open_to, []).splitlines()
     assert access == "  access     TLS with client certificates; no API keys at 0.0.0.0"
     assert "optimistic, without a gate" in admission
+
+
+def test_the_command_to_try_is_one_that_reaches_the_server():
+    given = {"host": "0.0.0.0", "tls_cert_file": "c", "tls_key_file": "k", "api_keys_file": "keys"}
+    text = welcome(config_from(given), ClusterView())
+    assert "  HTTP  https://0.0.0.0:8000/v1" in text
+    # No certificate has a wildcard address, and a client needs a key.
+    wanted = "penstock chat --url https://localhost:8000 --ca-file CA --api-key-file FILE\n"
+    assert wanted in text
+    assert "penstock chat\n" in welcome(config_from({}), ClusterView())
 
 
 @pytest.mark.parametrize("value", ["\x85", "a\u2028b", "\u2029 ", "a\nb", "é: #"])

@@ -13,7 +13,8 @@ import pytest
 from cryptography import x509
 
 from penstock.deployments.security.authority import make_all, new_authority, new_leaf, renew_all
-from penstock.deployments.security.certificates import CertificateFiles, Certificates, load
+from penstock.deployments.security.certificate_files import CertificateFiles
+from penstock.deployments.security.certificates import Certificates, load
 from penstock.deployments.security.handshake import handshake
 from penstock.deployments.security.identity import Identity
 from penstock.workers.errors import ConfigError
@@ -181,6 +182,11 @@ def make_expired(folder: Path) -> None:
     renew_all(folder, days=1e-9)
 
 
+def make_of_client(folder: Path) -> None:
+    for ending in ("crt", "key"):
+        shutil.copy(folder / f"client.{ending}", folder / f"server.{ending}")
+
+
 def make_empty(folder: Path) -> None:
     (folder / "server.crt").write_text("")
 
@@ -193,6 +199,7 @@ WRONG = [
     (make_half_pem, r"tls_cert_file \S+ has no certificate in PEM"),
     (make_no_key_pem, r"tls_cert_file \S+ and tls_key_file \S+ cannot be used together"),
     (make_expired, r"tls_cert_file \S+ expired at .*certs renew"),
+    (make_of_client, r"tls_cert_file \S+: its extended key usage is not for servers"),
     (make_empty, r"tls_cert_file \S+ has no certificate in PEM"),
 ]
 
@@ -256,6 +263,21 @@ def test_a_replacement_by_a_link_is_seen(folder: Path, tmp_path: Path):
     assert certificates.reload()
     client = trusting_any_name(folder)
     assert shown_by(certificates, client) == serial_in(folder / "server.crt")
+
+
+def test_a_certificate_that_nobody_replaces_is_warned_of_once_and_when_it_has_expired(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    certificates = of_server(folder)
+    for days, text in ((0, ""), (24, "expires in 6.0 days"), (29, ""), (31, "has expired")):
+        caplog.clear()
+        now_s = certificates.current.expires_at_s - (30 - days) * 86_400
+        monkeypatch.setattr("time.time", lambda now_s=now_s: now_s)
+        for _ in range(2):
+            assert not certificates.reload()
+        assert len(caplog.messages) == bool(text) and text in caplog.text
+    monkeypatch.undo()
+    assert not certificates.reload_failed
 
 
 def test_pem_and_contexts_are_of_the_same_files(folder: Path):

@@ -28,8 +28,24 @@ def folder(tmp_path: Path) -> Path:
 def test_a_certificate_in_the_place_of_another_role_is_refused(folder: Path) -> None:
     for ending in ("crt", "key"):
         shutil.copy(folder / f"worker.{ending}", folder / f"ingress.{ending}")
-    with pytest.raises(ConfigError, match=r"ingress.crt is of the role worker, and must be of"):
+    with pytest.raises(ConfigError, match=r"ingress.crt: it is of the role worker, and must be"):
         ClusterCertificate(str(folder), "ingress")
+
+
+def test_a_replacement_of_another_role_or_cluster_is_left_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    worker = ClusterCertificate(str(folder), "worker", reload_s=0.0)
+    before = der_of(worker.newest())
+    make_all(tmp_path / "other", "other", days=20)
+    wrong = ((folder / "gate", folder), (tmp_path / "other" / "worker", tmp_path / "other"))
+    for source, of_ca in wrong:
+        for ending in ("crt", "key"):
+            shutil.copy(source.with_suffix(f".{ending}"), folder / f"worker.{ending}")
+        if of_ca != folder:
+            shutil.copy(of_ca / "ca.crt", folder)
+        assert [der_of(worker.newest()) for _ in range(2)] == [before, before]
+        assert worker.certificates.reload_failed
 
 
 def test_what_lacks_is_named_before_anything_starts(folder: Path) -> None:

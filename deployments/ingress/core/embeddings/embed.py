@@ -180,12 +180,8 @@ async def _billed(
     in the end."""
     num_tokens = sum(len(each.request.prompt_ids) for each in generations)
     billing = core.billing
-    bill = None if billing is None else billing.bill(call.context.principal, num_tokens, 0, 1)
-    if bill is None:
-        yield
-        return
     try:
-        await bill.begin()
+        bill = None if billing is None else billing.bill(call.context.principal, num_tokens, 0, 1)
     except RequestError as refusal:
         raise RequestError(
             f"these texts have {num_tokens} tokens together, more than the whole quota of their "
@@ -193,6 +189,10 @@ async def _billed(
             param=call.field,
             code=refusal.code,
         ) from None
+    if bill is None:
+        yield
+        return
+    await bill.begin()
     try:
         yield
     finally:

@@ -21,6 +21,10 @@ export const key = {
 
 const WORDS_OF_CODE = {
   invalid_api_key: "This server wants an API key, and did not get a valid one. Enter it in Settings.",
+  api_key_expired: "The API key has expired. Enter another in Settings.",
+  api_key_revoked: "The API key was revoked. Enter another in Settings.",
+  permission_denied: "The API key does not permit this.",
+  rate_limit_exceeded: "The key's tenant has used its quota. Try again later.",
   context_length_exceeded: "The conversation is too long for this model. Clear it, or ask for fewer tokens.",
   request_too_large: "The message is too large.",
   model_not_found: "This model is not served here.",

@@ -1,6 +1,6 @@
 // Ties the page together: the key, the settings, the playground, the live panel.
 
-import { key } from "./api.js";
+import { getJson, key } from "./api.js";
 import { Chat } from "./chat.js";
 import { LivePanel } from "./live.js";
 
@@ -42,7 +42,10 @@ const onStatus = (status, problem) => {
     $("version").textContent = status.version;
     showState(status.is_ready ? "ready" : "wait", status.is_ready ? "ready" : "no worker ready");
   } else if (problem.status === 401) showState("bad", key.get() ? "the key is not valid" : "wants a key");
-  else showState("bad", "not reachable");
+  else if (problem.status === 403) {
+    showState("ready", "connected"); // the key is good, for the chat at least
+    getJson("v1/models").then(({ data }) => showModels(data)).catch(() => {});
+  } else showState("bad", "not reachable");
 };
 
 $("key").value = key.get();

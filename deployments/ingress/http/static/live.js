@@ -25,6 +25,10 @@ const setText = (node, text) => {
 };
 
 const plural = (num, one, many = one + "s") => `${num} ${num === 1 ? one : many}`;
+const NOTES_OF_REFUSAL = {
+  401: "Live figures need the API key.",
+  403: "Live figures need an API key with the role metrics.",
+};
 const COUNTS = [
   "num_running", "num_waiting", "num_blocks", "num_live_blocks", "num_cached_blocks",
   "num_prefix_queried_tokens", "num_prefix_hit_tokens",
@@ -108,7 +112,7 @@ export class LivePanel {
   #cards = new Map(); // by worker id: { card, speed }
   #timer = 0;
   #asking = false;
-  #isLocked = false; // the key is not valid: no use in asking until there is another
+  #isLocked = false; // the key is refused: no use in asking until there is another
   #batches = new BatchList();
   #onStatus;
 
@@ -146,9 +150,10 @@ export class LivePanel {
       this.#onStatus(status, null);
       await this.#batches.renew(status).catch(() => {}); // the old list stays
     } catch (problem) {
-      this.#isLocked = problem.status === 401 && key.get() === askedWith;
+      const refused = NOTES_OF_REFUSAL[problem.status];
+      this.#isLocked = refused !== undefined && key.get() === askedWith;
       waitMs = RETRY_MS;
-      setText(this.note, this.#isLocked ? "Live figures need the API key." : problem.message);
+      setText(this.note, this.#isLocked ? refused : problem.message);
       this.#onStatus(null, problem);
     }
     this.#asking = false;

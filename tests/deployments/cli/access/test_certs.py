@@ -11,10 +11,11 @@ import pytest
 from cryptography import x509
 
 from penstock.deployments.cli.main import main
-from penstock.deployments.cli.server import ServerError, connect
+from penstock.deployments.cli.server import ServerError, _why, connect
 from penstock.deployments.client.tls import ClientTls
 from penstock.deployments.config import config_from
 from penstock.deployments.preflight import check_before_start
+from penstock.deployments.security.authority import make_all
 from penstock.deployments.security.certificates import Certificates
 from penstock.deployments.security.identity import ROLES, identity_of
 from penstock.workers.errors import ConfigError
@@ -232,6 +233,18 @@ def test_a_connection_that_cannot_be_made_says_what_to_change(folder: Path):
         for url in secure:
             assert "is not trusted" in error(url) and "--ca-file" in error(url)
         assert all("--cert-file FILE" in error(url, ClientTls(ca)) for url in secure)
+        shown = ClientTls(ca, *client)
+        for url in secure:  # the certificate has no such name
+            told = error(url.replace("127.0.0.1", "0.0.0.0"), shown)
+            assert "is for other host names" in told and "--ca-file" not in told, told
+        stranger = folder.with_name("stranger")
+        make_all(stranger, "test", days=1)
+        refused = ClientTls(ca, str(stranger / "client.crt"), str(stranger / "client.key"))
+        expired = (
+            "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired"
+        )
+        assert "certs renew" in _why(secure[0], expired)
+        assert all("refuses --cert-file" in error(url, refused) for url in secure)
         assert "write https://" in error(secure[0].replace("https", "http"))
         assert "write grpcs://" in error(secure[1].replace("grpcs", "grpc"))
     with Serving(ScriptedBackend(*SCRIPT)) as serving:

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from penstock.deployments.cli import main as cli
+from penstock.deployments.cli.server import ServerError, connect
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.key_file import read_key_file
 from penstock.deployments.security.key_format import parse_key
 from penstock.deployments.security.records import QuotaLimits
 from penstock.deployments.security.roles import Role
 from penstock.workers.request import RequestError
+from tests.deployments.security.keys import key_of
+from tests.deployments.serving import ScriptedBackend, Serving
 
 Capture = pytest.CaptureFixture[str]
 
@@ -122,6 +125,26 @@ def test_an_unknown_id_is_named(tmp_path: Path, capsys: Capture) -> None:
     added(file, capsys, "--tenant", "a")
     assert keys("revoke", "--file", str(file), "nobody") == 2
     assert "has no key nobody; `penstock keys list" in capsys.readouterr().err
+
+
+def test_a_whole_key_and_a_file_that_is_not_there_are_no_unknown_ids(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "keys"
+    key = added(file, capsys, "--tenant", "a")
+    assert keys("revoke", "--file", str(file), key) == 2
+    told = capsys.readouterr().err
+    assert f"by its id, and not by the whole key: {key.split('_')[1]}\n" in told and key not in told
+    assert keys("revoke", "--file", f"{file}2", "nobody") == 2
+    assert "keys2: No such file" in capsys.readouterr().err
+
+
+def test_a_command_without_a_key_is_told_how_to_give_one() -> None:
+    _, record = key_of()
+    with Serving(ScriptedBackend(), api_keys=[record]) as serving:
+        for url in (serving.base_url, f"grpc://{serving.grpc_target}"):
+            with pytest.raises(ServerError, match="--api-key-file FILE"), connect(url) as server:
+                server.models()
 
 
 def test_standard_output_has_the_key_alone(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from penstock.deployments.supervision.view import (
 )
 from penstock.workers.request import FinishReason
 from penstock.workers.stats import EngineStats, WorkerInfo
+from tests.deployments.security.keys import key_of
 from tests.deployments.serving import MODEL, EngineBackend, ScriptedBackend, Serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -104,6 +105,9 @@ class ClusterBackend(CountingBackend):
             scaling=(second,),
             scale_changes=(first, second),
         )
+
+
+REFUSED = re.compile(r"error: Failed to load resource: .* status of 40[013] .*")
 
 
 @pytest.fixture(scope="module")
@@ -412,8 +416,25 @@ def test_a_bad_key_and_other_refusals_are_shown_in_words(opened):
         page.close()  # before its server: it asks for the figures every second
     backend.stop()
     # Chromium itself notes each refusal; nothing else may stand there.
-    refused = re.compile(r"error: Failed to load resource: .* status of 40[01] .*")
-    assert [each for each in opened.complaints if not refused.fullmatch(each)] == []
+    assert [each for each in opened.complaints if not REFUSED.fullmatch(each)] == []
+    opened.complaints.clear()
+
+
+def test_a_key_for_the_model_alone_chats_without_live_figures(opened):
+    key, record = key_of()
+    backend = WatchedBackend()
+    with Serving(backend, api_keys=[record]) as servers:
+        page = opened(servers)
+        page.goto(servers.base_url + "/")
+        set_fields(page, API_key=key, Max_tokens=5)
+        assert state(page, "ready") == "connected"
+        assert "an API key with the role metrics" in page.text_content("#live-note")
+        page.wait_for_function("document.getElementById('model').value !== ''")
+        ask(page, "Hello?")
+        assert answer_of(page)
+        page.close()
+    backend.stop()
+    assert [each for each in opened.complaints if not REFUSED.fullmatch(each)] == []
     opened.complaints.clear()
 
 

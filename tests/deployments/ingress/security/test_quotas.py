@@ -28,6 +28,8 @@ from tests.deployments.serving import ScriptedBackend, Serving
 from tests.deployments.waiting import eventually, until
 
 PROMPT = list(range(5, 15))
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
 REMAINING = b"x-ratelimit-remaining-tokens"
@@ -51,7 +53,9 @@ def serving_of(*records: Any, script: Any = ([5, 6], [7], FinishReason.STOP)) ->
 
 
 def post(serving: Serving, key: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    values: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, **body}
+    values: dict[str, Any] = {"max_tokens": 20, **body}
+    if path != CHAT:
+        values.setdefault("prompt", PROMPT)
     return httpx.post(serving.base_url + path, json=values, headers=bearer(key), timeout=30)
 
 
@@ -151,6 +155,35 @@ def test_what_was_reserved_and_not_used_goes_back() -> None:
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == ("quota_too_small", "max_tokens")
         assert "may take 1010 tokens" in error["message"]
+
+
+def test_an_answer_without_max_tokens_is_not_refused_for_its_guessed_length() -> None:
+    key, record = key_of(quotas=QuotaLimits(tokens_per_minute=100))
+    with serving_of(record) as serving:
+        assert post(serving, key, max_tokens=None, path=CHAT, **HELLO).status_code == 200
+        answer = post(serving, key, max_tokens=None, n=2, path=CHAT, **HELLO)
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) <= 60
+        answer = post(serving, key, prompt=PROMPT * 11, max_tokens=None)  # no guess: 110 tokens
+        assert answer.json()["error"]["code"] == "quota_too_small"
+
+
+def test_a_request_that_is_too_large_is_told_the_field_as_its_api_names_it() -> None:
+    key, record = key_of(quotas=QuotaLimits(tokens_per_minute=100))
+    with serving_of(record) as serving:
+        for path, name, given in (
+            (CHAT, "max_completion_tokens", HELLO),
+            (CHAT, "max_tokens", HELLO),
+            ("/v1/responses", "max_output_tokens", {"input": "a"}),
+            ("/v1/responses", "max_output_tokens", {"input": "a", "stream": True}),
+            ("/v1/messages", "max_tokens", HELLO),
+        ):
+            values = {"model": "builtin", **given, name: 200}
+            url = serving.base_url + path
+            answer = httpx.post(url, json=values, headers=bearer(key), timeout=30)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert f"lower {name}," in error["message"]
+            assert path == "/v1/messages" or error["param"] == name
 
 
 def test_a_request_that_no_worker_computed_costs_no_tokens() -> None:
