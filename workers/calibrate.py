@@ -13,11 +13,14 @@ from torch import Tensor
 from penstock.kernels.quant import WeightFormat
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.load import device_of
+from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.experts.checkpoint import CheckpointExperts
 from penstock.workers.experts.neurons.scores import NeuronScores
 from penstock.workers.experts.neurons.thresholds import Calibration, ScoreHistograms
 from penstock.workers.models.loader import load_model, open_model
+from penstock.workers.option_groups.device import Device
 from penstock.workers.quantization import check_neurons
 from penstock.workers.request import Request, SamplingParams
 
@@ -34,7 +37,7 @@ def calibrate(
     *,
     format: WeightFormat = "int8",
     weights: str = "auto",
-    device: str = "cpu",
+    device: Device = "cpu",
     expert_cache_gb: float = 1.0,
     folder: str = "/dev/shm",
     seed: int = 0,
@@ -48,7 +51,13 @@ def calibrate(
     `on_tokens` is called with the number of tokens of each step. Raises ConfigError and LoadError
     as loading does.
     """
-    experts = CheckpointExperts(*open_model(model, weights, device))
+    model_folder, model_config, tensors = open_model(model, weights, device_of(device))
+    if not any(model_config.moe_layers):
+        raise ConfigError(
+            "`penstock calibrate` is for mixture-of-experts models, and this one is dense: it has "
+            "no experts whose neurons could be left out"
+        )
+    experts = CheckpointExperts(model_folder, model_config, tensors)
     check_neurons(experts.config.stored_scheme, weights, "penstock calibrate")
     settings = ExpertSettings(cache_gb=expert_cache_gb, prefetch=False, folder=folder)
     decoder = load_model(model, weights=weights, device=device, progress=False, experts=settings)

@@ -190,12 +190,11 @@ def compute_of(args: argparse.Namespace) -> tuple[Device, int]:
     """The device and CPU threads that the flags name, or the machine has; sets torch's threads."""
     import torch  # takes seconds, and `serve` does without
 
+    from penstock.workers.engine.load import device_of
+
     threads = args.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return device, threads
+    return device_of(args.device), threads
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:

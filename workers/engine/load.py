@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -42,6 +43,7 @@ from penstock.workers.models.loader import load_model, open_model
 from penstock.workers.models.score_vector import configured_pooling
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import MEMORY, Rank
+from penstock.workers.option_groups.device import Device
 from penstock.workers.progress import PREPARING, Progress, Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.request import Delta
@@ -65,9 +67,7 @@ def load_engine(
     `experts`, `remote_experts`, `far`: as for Worker.load. `report`: told of the progress; None: a
     bar if stderr is a terminal. Raises LoadError and ConfigError.
     """
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(config.device)
     if config.num_ranks > 1:
         config = _for_group(config, device)
     if config.threads is not None:
@@ -119,6 +119,18 @@ def load_engine(
         finally:
             if own_file is not None:  # all ranks have it mapped
                 remove_expert_file(Path(own_file.path))
+
+
+def device_of(device: Device) -> Literal["cpu", "cuda"]:
+    """The device for the setting `device`. Raises ConfigError where it is cuda without a GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device is cuda, and PyTorch sees no GPU here; use cpu or auto, or look at the GPU's "
+            "driver and at torch.version.cuda, which is None in builds for CPUs"
+        )
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
 
 def load_configured(

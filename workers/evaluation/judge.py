@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from penstock.workers.config import EngineConfig
 from penstock.workers.context_policy import ContextSettings, unsupported_reason
@@ -29,7 +28,6 @@ from penstock.workers.memory.kv_format import kv_format
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import open_model
 from penstock.workers.models.weight_summary import linears_of
-from penstock.workers.option_groups.device import Device
 from penstock.workers.quantization import weight_plan
 from penstock.workers.request import RequestError, SamplingParams
 from penstock.workers.weights.sources import DTYPES
@@ -206,10 +204,3 @@ def _by_model(combinations: Sequence[Combination]) -> list[list[Combination]]:
     for each in combinations:
         found.setdefault(each.model_key, []).append(each)
     return list(found.values())
-
-
-def device_of(device: Device) -> Device:
-    """cpu or cuda, for the setting `device`."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device

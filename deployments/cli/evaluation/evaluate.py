@@ -22,10 +22,11 @@ from penstock.deployments.bench.report import check_plot, write_json
 from penstock.deployments.cli.evaluation.eval_plot import check_suffix, plot
 from penstock.deployments.cli.evaluation.eval_report import envelope, row_of, table
 from penstock.workers.config import EngineConfig
+from penstock.workers.engine.load import device_of
 from penstock.workers.errors import ConfigError
 from penstock.workers.evaluation.combination import Combination, ContextChoice
 from penstock.workers.evaluation.eval_set import EvalSet, cut_windows
-from penstock.workers.evaluation.judge import Judged, check_all, device_of, judge
+from penstock.workers.evaluation.judge import Judged, check_all, judge
 from penstock.workers.evaluation.machine import machine_facts
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model

@@ -245,12 +245,14 @@ def test_an_engine_that_has_failed_is_reported(monkeypatch: pytest.MonkeyPatch) 
         ("builtin", {"http_port": 80}, ConfigError, "http_port is a setting of a server"),
         ("builtin", {"max_num_seq": 2}, ConfigError, "did you mean 'max_num_seqs'"),
         ("builtin", {"max_num_seqs": 0}, ConfigError, "max_num_seqs must be at least 1"),
+        ("builtin", {"device": "cuda"}, ConfigError, "PyTorch sees no GPU here"),
         ("./nowhere", {}, LoadError, "nowhere"),
     ],
 )
 def test_a_bad_setting_is_named(
-    model: str, settings: dict[str, object], error: type[Exception], message: str
+    model: str, settings: dict[str, Any], error: type[Exception], message: str, monkeypatch: Any
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = threading.active_count()
     with pytest.raises(error, match=message):
         LLM(model, **settings)

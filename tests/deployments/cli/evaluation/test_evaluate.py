@@ -104,6 +104,21 @@ def test_a_misuse_is_named_and_ends_with_2(text, flags, message, capsys, monkeyp
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "builtin", "--windows", "1", "--window-tokens", "64", "--text", "TEXT"],
+        ["bench", "offline", "builtin", "--num-requests", "1"],
+        ["calibrate", "builtin-moe", "--text", "TEXT"],
+    ],
+)
+def test_cuda_without_a_gpu_is_said(command, text, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = [text if each == "TEXT" else each for each in command]
+    assert main([*given, "--device", "cuda", "--no-progress"]) == 2
+    assert "device is cuda, and PyTorch sees no GPU here" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_ends_with_1(text, capsys):
     assert main(["eval", "./no-such-folder", "--text", text]) == 1
     assert "is no folder" in capsys.readouterr().err
