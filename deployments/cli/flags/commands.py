@@ -18,8 +18,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """The parser of a new command, with `epilog` (its examples) printed as it is below the flags.
 
-    A flag must be spelt out: a new flag may not change what an abbreviation means. `commands`: of
-    `add_subparsers`. `add_help`: with the usual --help.
+    `commands`: of `add_subparsers`. `add_help`: with the usual --help.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -28,7 +27,6 @@ def add_command(
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         add_help=add_help,
     )
     return parser

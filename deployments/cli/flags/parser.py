@@ -17,7 +17,14 @@ CLOSE = 0.7  # of 1: the likeness from which on a flag is worth a hint
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes `--max_model_len` for `--max-model-len`, as vLLM does."""
+    """An ArgumentParser that takes `--max_model_len` for `--max-model-len`, as vLLM does.
+
+    A flag must be spelt out: a new flag may not change what an abbreviation means, and `--api-key
+    SECRET` not be taken for the file of a key, whose name an error shows.
+    """
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **named})
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")

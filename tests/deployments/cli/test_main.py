@@ -460,6 +460,7 @@ def test_every_setting_has_its_flag():
         (["quantize", "m"], "required: --to"),
         (["chat", "--frobnicate"], "unknown flag --frobnicate; see `penstock chat --help`"),
         (["status", "--model", "m"], "unknown flag --model; see `penstock status --help`"),
+        (["models", "--api-key", "x"], "unknown flag --api-key; did you mean --api-key-file?"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["serve", "/nowhere"], "not found"),
         (["serve", "hf://org/name"], "write the hub id without the address: org/name"),
