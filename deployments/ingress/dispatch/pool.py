@@ -331,7 +331,7 @@ class WorkerPool:
     def broken(self, link: WorkerLink) -> None:
         if self.lost_requests.shared is not None and not link.is_draining:
             self.lost_requests.shared.saw_loss()
-        self._workers.forget(link.info.epoch)
+        self._workers.forget(link)
         self._gate.lost(link.info.epoch)
         if not self._workers.has_any():
             self._local.release()

@@ -75,6 +75,7 @@ class WorkerLink:
         self.is_listed = True
         self.is_connected = False
         self.was_connected = False  # once, or is now
+        self.ended_s = float("-inf")  # when its last connection ended
         self.is_draining = info.is_draining
         self.is_stalled = False  # its engine computes nothing, although it has work
         self.last_turn = 0
@@ -322,6 +323,8 @@ class WorkerLink:
 
     def _break(self) -> None:
         """Forget the connection, and report its requests as lost."""
+        if self.is_connected:
+            self.ended_s = asyncio.get_running_loop().time()
         self.is_connected = False
         if self._messages is not None:
             self._messages.end("this end closes it")

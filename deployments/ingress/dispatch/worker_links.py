@@ -42,7 +42,7 @@ class WorkerLinks:
         self._ingress_id, self._owner = ingress_id, owner
         self._tokenizer_digest, self._tls = tokenizer_digest, tls
         self._foreign: set[int] = set()  # epochs that cannot be used
-        self._drained_s = float("-inf")  # when a worker was last seen to drain
+        self._left_s = float("-inf")  # when a worker last drained, or its connection ended
         self._num_ingresses = 1
         self._turn = itertools.count(1)
         self._prefixes: PrefixAffinity[int] = PrefixAffinity()  # by epoch
@@ -63,7 +63,7 @@ class WorkerLinks:
             if link.is_listed and listed[epoch].is_draining:
                 link.is_draining = True
             if link.is_draining:
-                self._drained_s = asyncio.get_running_loop().time()
+                self._left_s = asyncio.get_running_loop().time()
             if link.task is not None and link.task.done():
                 del self.by_epoch[epoch]
         for epoch in listed.keys() - self.by_epoch.keys():
@@ -151,9 +151,10 @@ class WorkerLinks:
             call.admission.prefix, link.info.epoch, call.num_expected, link.capacity
         )
 
-    def forget(self, epoch: int) -> None:
-        """The connection with that worker has ended."""
-        self._prefixes.forget(epoch)
+    def forget(self, link: WorkerLink) -> None:
+        """The connection with its worker has ended."""
+        self._prefixes.forget(link.info.epoch)
+        self._left_s = max(self._left_s, link.ended_s)
 
     def by_work(self, links: Sequence[WorkerLink], admission: AdmissionRequest) -> list[WorkerLink]:
         """Fewest tokens to compute first; a cached prefix of the prompt need not be computed."""
@@ -178,15 +179,16 @@ class WorkerLinks:
     async def replaced(self) -> None:
         """Where no worker takes requests, but one soon may, wait a moment for it.
 
-        In a rolling update, the worker that replaces the last old one is known a moment later; and
-        from a worker that is listed to the connection with it takes another moment.
+        In a rolling update, the worker that replaces the last old one is known a moment later, also
+        where that one is killed; and from a worker that is listed to the connection with it takes
+        another moment.
         """
         loop = asyncio.get_running_loop()
         if self.usable():
             return
         is_draining = any(link.is_draining for link in self.by_epoch.values())
         is_new = any(each.is_listed and not each.was_connected for each in self.by_epoch.values())
-        if not (is_draining or is_new) and loop.time() > self._drained_s + REPLACED_S:
+        if not (is_draining or is_new) and loop.time() > self._left_s + REPLACED_S:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPLACED_S):

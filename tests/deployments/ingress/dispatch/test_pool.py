@@ -350,6 +350,23 @@ def test_without_a_worker_the_answer_is_an_error(run):
     assert (ids, last.finish_reason, last.error) == ([], FinishReason.ERROR, "no_worker")
 
 
+def test_a_worker_that_replaces_a_lost_one_is_waited_for(model, nodes, run):
+    """It is listed a moment after the other one is gone, as where an update's last worker dies."""
+
+    async def scenario():
+        async with pool_of(nodes[0]) as pool:
+            nodes[0].channel.stop()
+            await until(lambda: pool.num_connected == 0, 60)
+            call = asyncio.ensure_future(collect(pool, request(1)))
+            await asyncio.sleep(0.3)
+            assert not call.done()
+            pool.update([nodes[1].channel.info])
+            return await call
+
+    ids, last = run(scenario())
+    assert (ids, last.finish_reason) == (alone(model, request(1)), FinishReason.LENGTH)
+
+
 def test_a_worker_that_is_being_connected_to_is_waited_for(model, nodes, run):
     """The registry lists it, and no other takes requests."""
 
