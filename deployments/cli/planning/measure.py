@@ -9,13 +9,13 @@ for: it loads torch.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
+import psutil
 import torch
 
 from penstock.kernels.attention import decode_attention
@@ -24,6 +24,7 @@ from penstock.kernels.quant import WeightFormat
 from penstock.kernels.types import DecodeBatch, PagedKv
 from penstock.workers.config import EngineConfig
 from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.sizing import total_memory_bytes
 from penstock.workers.evaluation.machine import cpu_name
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.decoder import Decoder
@@ -57,14 +58,18 @@ def measured_here(model: ModelConfig, threads: int) -> Device:
             reads[name], rate = _rates(name, model.intermediate_size, model.hidden_size)
             flops.setdefault(WEIGHT_FORMATS[name].compute, rate)
         flops[ATTENTION] = _attention_rate(model)
-        page, free = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_AVPHYS_PAGES")
         source = f"measured: {cpu_name()}, {threads} threads"
-        bandwidth, memory = max(reads.values()), float(page * free)
+        bandwidth, memory = max(reads.values()), _memory_bytes()
         device = Device("here", flops, bandwidth, memory, source, reads, overlaps=False)
         layer_s, row_s = _besides(device)
         return replace(device, layer_s=layer_s, row_s=row_s)
     finally:
         torch.set_num_threads(before)
+
+
+def _memory_bytes() -> float:
+    """What a new process can have: the cache of files gives way to it."""
+    return float(min(psutil.virtual_memory().available, total_memory_bytes()))
 
 
 def _rates(name: str, columns: int, depth: int) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -252,6 +253,8 @@ def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(measure, "SECONDS", 0.01)
     monkeypatch.setattr(measure, "READ_BYTES", 4e6)
+    of_files = psutil.virtual_memory()._replace(available=6 << 30, free=1 << 20)  # they are cached
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: of_files)
     threads = torch.get_num_threads()
     found = plan(
         tmp_path,
@@ -261,6 +264,7 @@ def test_this_machine_is_measured(tmp_path, capsys, monkeypatch):
     assert torch.get_num_threads() == threads
     here, table = found["devices"]
     assert set(here["reads"]) == {"fp32", "bf16", "int8", "int4"} and not here["overlaps"]
+    assert here["memory_bytes"] == 6 << 30
     assert (
         set(here["flops"]) == {"fp32", "bf16", "int8", "attention"}
         and here["layer_s"] >= 0 <= here["row_s"]
