@@ -28,8 +28,8 @@ log = logging.getLogger("penstock.gate")
 MAX_LABELS = 4096  # labels in the queue; older ones are dropped
 MAX_ENDS_AT_ONCE = 16  # some 2 ms
 MAX_AT_ONCE = 64  # running answers: some 2 ms
-# In which a running answer gains some 40 tokens. With 2 s the overload of benchmarks/gate/sim gets
-# 2 % fewer tokens a second, with 0.5 s no more.
+# In which a running answer gains some 40 tokens. Twice as long, and more requests are refused in
+# the case `overload` of benchmarks/gate/request_cost.py; half as long, and no fewer.
 GATHER_S = 1.0
 COVERAGE_WEIGHT = 0.01  # of the newest answer
 

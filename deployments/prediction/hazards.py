@@ -38,7 +38,7 @@ PRIOR_WEIGHT = 2.0  # and the prior's, at the top
 PRIOR_MEDIAN, PRIOR_SIGMA = 150.0, 1.2  # log-normal: chat traffic, broadly
 PRIOR_CANCEL = 1e-3  # cancelled per bin, before anything is known
 MAX_GROUPS = 8192  # of 1 kB each
-MAX_MADE = 4096  # predictions that are kept until counts change, of up to 2 kB each
+MAX_CACHED = 4096  # paths whose hazards are cached until counts change, of up to 2 kB each
 _KNOT_LIST: list[int] = KNOTS.tolist()
 
 
@@ -130,19 +130,19 @@ class HazardTree:
         self.prior = prior  # [bins]
         self.groups: OrderedDict[Hashable, Counts] = OrderedDict()
         self._max_groups = max_groups
-        # What was computed since counts changed last: many requests come between two changes.
-        self._made: dict[Hashable, tuple[Floats, ...]] = {}
+        # Hazards since counts changed last, by path: many requests come between two changes.
+        self._cached: dict[Hashable, tuple[Floats, ...]] = {}
 
     def hazards(self, path: Sequence[Hashable]) -> Floats:
         """[bins] for the last group of `path`, which goes from the widest to the narrowest."""
-        return self._made_for(tuple(path))[0]
+        return self._of_path(tuple(path))[0]
 
     def cumulative(self, path: Sequence[Hashable]) -> Floats:
         """[bins + 1] of `hazards(path)`, as `cumulative_hazard` has it. Not to be written to."""
         key = ("cumulative", *path)
-        if key not in self._made:
-            self._made[key] = (cumulative_hazard(self.hazards(path)),)
-        return self._made[key][0]
+        if key not in self._cached:
+            self._cached[key] = (cumulative_hazard(self.hazards(path)),)
+        return self._cached[key][0]
 
     def hazards_and_finer(self, path: Sequence[Hashable], finer: Hashable) -> Floats:
         """[2, bins]: `hazards(path)` and `hazards([*path, finer])`, the shared part done once."""
@@ -153,30 +153,31 @@ class HazardTree:
         found = []
         for path, finer in answers:
             shared = tuple(path)
-            found += [self._made_for(shared)[0], self._finer(shared, finer)]
+            found += [self._of_path(shared)[0], self._finer(shared, finer)]
         return np.array(found).reshape(-1, 2, NUM_BINS)
 
-    def _made_for(self, path: tuple[Hashable, ...]) -> tuple[Floats, ...]:
-        """Its hazards; the counts of its last group; the hazards above it, and their worth."""
-        if (made := self._made.get(path)) is None:
-            if len(self._made) >= MAX_MADE:
-                self._made.clear()
+    def _of_path(self, path: tuple[Hashable, ...]) -> tuple[Floats, ...]:
+        """[bins] its hazards; [2, bins] counts of its last group; [bins] hazards of the groups
+        above that one, and the weight with which it shrinks towards them."""
+        if (found := self._cached.get(path)) is None:
+            if len(self._cached) >= MAX_CACHED:
+                self._cached.clear()
             *above, last = self._own_counts(path) or [_NOTHING]
             h, weight = _borrowing(self.prior, PRIOR_WEIGHT, above)
             own = _within(_borrowing(h, weight, [last])[0])
-            made = self._made[path] = own, last, h, np.asarray(weight)
-        return made
+            found = self._cached[path] = own, last, h, np.asarray(weight)
+        return found
 
     def _finer(self, path: tuple[Hashable, ...], finer: Hashable) -> Floats:
         """[bins] for the group `finer`, within the last one of `path`."""
-        own, last, h, weight = self._made_for(path)
+        own, last, h, weight = self._of_path(path)
         if (counts := self.groups.get(finer)) is None:
             return own
         key = (path, finer)
-        if key not in self._made:
+        if key not in self._cached:
             pair = [_others(last, counts.both), counts.both]
-            self._made[key] = (_within(_borrowing(h, weight, pair)[0]),)
-        return self._made[key][0]
+            self._cached[key] = (_within(_borrowing(h, weight, pair)[0]),)
+        return self._cached[key][0]
 
     def weights(self, path: Sequence[Hashable], place: int) -> list[float]:
         """What prior and groups contribute to the hazard of one bin; sums up to 1.
@@ -217,7 +218,7 @@ class HazardTree:
     def _used(self, groups: Iterable[Hashable]) -> list[Counts]:
         """The counts of each of these groups, which change; made if missing. Drops the least
         recently used."""
-        self._made.clear()
+        self._cached.clear()
         used = []
         for key in groups:
             counts = self.groups.get(key)

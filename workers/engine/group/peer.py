@@ -112,7 +112,8 @@ class Pulse:
     def __init__(
         self, connection: socket.socket, experts: Callable[[], ExpertStats | None] | None = None
     ):
-        """`experts`: of this process's expert cache; it is told with each sign of life."""
+        """`experts` returns the statistics of this process's expert cache, or None without one;
+        each pulse carries them."""
         self._connection, self._lock, self._experts = connection, threading.Lock(), experts
         threading.Thread(target=self._run, name="penstock-pulse", daemon=True).start()
 

@@ -135,7 +135,7 @@ def test_a_whole_key_and_a_file_that_is_not_there_are_no_unknown_ids(
     assert keys("revoke", "--file", str(file), key) == 2
     told = capsys.readouterr().err
     assert f"by its id, and not by the whole key: {key.split('_')[1]}\n" in told and key not in told
-    assert keys("revoke", "--file", f"{file}2", "nobody") == 2
+    assert keys("revoke", "--file", f"{file}2", "unknown") == 2
     assert "keys2: No such file" in capsys.readouterr().err
 
 
