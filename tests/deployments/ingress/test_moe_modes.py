@@ -89,5 +89,6 @@ def test_what_calibrate_refuses(tmp_path, capsys):
     assert main(["calibrate", "builtin", "--out", str(tmp_path / "t"), "--no-progress"]) == 2
     error = capsys.readouterr().err
     assert "`penstock calibrate` is for mixture-of-experts models" in error  # and names no setting
+    assert "this one is dense" in error
     assert main(["calibrate", "builtin-moe", "--text", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
