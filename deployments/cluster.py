@@ -29,6 +29,7 @@ from penstock.deployments.hub_model import pinned
 from penstock.deployments.placement import ClusterResources, uses_gpus
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.environments import Environments
+from penstock.deployments.supervision.fork_server import ForkServer
 from penstock.deployments.supervision.processes import descendants, end, kill_descendants
 from penstock.deployments.supervision.ray_processes import SYSTEM_CONFIG, only_what_is_used
 from penstock.deployments.supervision.ray_workarounds import (
@@ -63,10 +64,17 @@ class StartError(RuntimeError):
 class Cluster:
     """Ray, Serve and the application. `stop` may be called at any point."""
 
-    def __init__(self, config: ServeConfig, on_ray_end: Callable[[str], None] | None = None):
-        """`on_ray_end` is called on another thread, with the cause, if a Ray of its own ends."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        on_ray_end: Callable[[str], None] | None = None,
+        forks: ForkServer | None = None,
+    ):
+        """`on_ray_end` is called on another thread, with the cause, if a Ray of its own ends.
+        `forks`: for the processes of that Ray; made when it starts if None, closed by `stop`."""
         self._config = config
         self._on_ray_end = on_ray_end
+        self._forks = forks
         self._stopping = threading.Event()
         self._is_local = config.ray_address is None
         self._folder: str | None = None
@@ -91,6 +99,7 @@ class Cluster:
                 log.warning("Ray did not start within its 30 s; trying once more")
                 ray.shutdown()
                 end(descendants(os.getpid()), EXIT_S)
+                self._forks = None  # it is one of them
                 self.start_ray(is_first_try=False)
                 return
             raise StartError(
@@ -112,7 +121,9 @@ class Cluster:
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
-        with only_what_is_used(self._environments):
+        if self._forks is None:
+            self._forks = ForkServer()
+        with only_what_is_used(self._environments, self._forks):
             ray.init(
                 address="local",  # overrides RAY_ADDRESS
                 include_dashboard=False,
@@ -274,6 +285,8 @@ class Cluster:
                     end_gate(each.gate_scope)
             ray.shutdown(wait_for_processes=True)
         end(pids, EXIT_S)
+        if self._forks is not None:
+            self._forks.close()
         self._environments.close()
         self.remove_folder()
 

@@ -49,6 +49,7 @@ ROLES = (  # a part of the command line, and the role
     ("GateServer", "gate"),
     ("Registry", "registry"),
     ("ServeController", "Serve's controller"),
+    ("supervision.fork_server", "fork server"),
     ("gcs_server", "Ray: GCS"),
     ("DashboardAgent", "Ray: dashboard agent"),
     ("RuntimeEnvAgent", "Ray: runtime environment agent"),

@@ -22,6 +22,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.hub_model import look_at
 from penstock.deployments.model_entries import place, within
 from penstock.deployments.preflight import check_before_start, check_formats
+from penstock.deployments.supervision.fork_server import ForkServer
 from penstock.deployments.supervision.ray_workarounds import (
     driver_environment,
     keep_own_sigterm_handler,
@@ -55,6 +56,7 @@ def run_serve(config: ServeConfig) -> int:
         )
     cluster: Cluster | None = None
     is_local = config.ray_address is None
+    forks = ForkServer() if is_local else None  # it imports Ray while this process does
     signals = Signals(
         give_up=lambda: cluster.stop_at_once() if cluster is not None else None,
         # An application is removed from a cluster that exists by asking it. A Ray of our own is
@@ -66,7 +68,7 @@ def run_serve(config: ServeConfig) -> int:
         from penstock.deployments.cluster import Cluster
 
         keep_own_sigterm_handler()
-        cluster = Cluster(config, on_ray_end=lambda why: signals.exit(1, why))
+        cluster = Cluster(config, on_ray_end=lambda why: signals.exit(1, why), forks=forks)
         cluster.start_ray()
         what = "the models" if config.models else "the model"
         _say(f"loading {what} ({time.monotonic() - began_s:.1f} s so far)")
@@ -102,6 +104,8 @@ def run_serve(config: ServeConfig) -> int:
         signals.started()  # the clean-up must not be interrupted
         if cluster is not None:
             cluster.stop()
+        elif forks is not None:
+            forks.close()
     _say("stopped")
     return 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -23,6 +24,7 @@ REFUSED = (
     "{names}. Start Ray with `ray start --head`, serve on it with `penstock serve --ray-address "
     "auto`, and use that"
 )
+CLOSED_S = 0.1  # longest that `close` waits
 LONGEST_S = 5.0  # for a request to arrive
 LARGEST_BYTES = 1 << 20
 
@@ -38,7 +40,8 @@ class Environments:
         self.close()  # of a first try to start Ray
         self._server = _Server((host, 0), _Handler)
         self._server.daemon_threads = True
-        Thread(target=self._server.serve_forever, name="environments", daemon=True).start()
+        serve = partial(self._server.serve_forever, poll_interval=CLOSED_S)
+        Thread(target=serve, name="environments", daemon=True).start()
         return self._server.server_address[1]
 
     def close(self) -> None:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.deployments.supervision.environments import Environments
+from penstock.deployments.supervision.fork_server import ForkServer
 from penstock.deployments.supervision.preloaded import PRELOADED
 
 # In place of an agent: the raylet requires both, ends when one does, and must not be outlived. Its
@@ -31,6 +33,7 @@ PLACEHOLDER = (
 )
 PLACEHOLDER_FLAGS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 NOT_STARTED = ("start_api_server", "start_log_monitor", "start_monitor")  # methods of ray's Node
+WORKER_FLAG = "--python_worker_command"
 NO_PORT = 1  # of an agent that does not listen: only root may open it, so no one else answers
 RAYLET = "raylet"
 # For `ray.init(_system_config=...)`: processes collect no metrics for the agent, which would pass
@@ -39,7 +42,7 @@ SYSTEM_CONFIG = {"enable_metrics_collection": False, **PRELOADED}
 
 
 @contextlib.contextmanager
-def only_what_is_used(environments: Environments) -> Iterator[None]:
+def only_what_is_used(environments: Environments, forks: ForkServer) -> Iterator[None]:
     """Meanwhile `ray.init` starts no process that nothing here uses.
 
     `environments`: answers in place of the agent that makes them.
@@ -47,20 +50,25 @@ def only_what_is_used(environments: Environments) -> Iterator[None]:
     Look in `start_head_processes` (_private/node.py) and `start_raylet` (_private/services.py) for
     settings. Raises AttributeError if Ray lacks one of the functions that are replaced.
     """
-    from ray._private import services, worker
+    from ray._private import services, utils, worker
     from ray._private.node import Node
 
     start_process = services.start_ray_process
 
     def start(command: Sequence[str], process_type: str, *args: Any, **options: Any) -> Any:
         if process_type == RAYLET:
-            command = without_agents(command, environments)
-        return start_process(command, process_type, *args, **options)
+            command = forking(without_agents(command, environments), forks)
+        started = start_process(command, process_type, *args, **options)
+        if process_type == RAYLET:
+            forks.serve(started.process.pid)
+        return started
 
     with contextlib.ExitStack() as replaced:
         for name in NOT_STARTED:
             replaced.enter_context(_replaced(Node, name, _nothing))
         replaced.enter_context(_replaced(services, "start_ray_process", start))
+        # It imports what the dashboard's agent needs, for a flag of the agent.
+        replaced.enter_context(_replaced(utils, "get_dashboard_dependency_error", _nothing))
         # Under `uv run`, or with RAY_RUNTIME_ENV_HOOK, Ray asks for an environment by itself, and
         # no agent would make it. The processes run this process's Python anyway.
         replaced.enter_context(_replaced(worker, "_maybe_modify_runtime_env", _unchanged))
@@ -92,8 +100,20 @@ def without_agents(command: Sequence[str], environments: Environments) -> list[s
     ]
 
 
+def forking(command: Sequence[str], forks: ForkServer) -> list[str]:
+    """The raylet's command, by which it asks the fork server for worker processes."""
+
+    def changed(part: str) -> str:
+        flag, _, value = part.partition("=")
+        if flag != WORKER_FLAG:
+            return part
+        return f"{flag}={subprocess.list2cmdline(forks.command(shlex.split(value)))}"
+
+    return [changed(part) for part in command]
+
+
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of NOT_STARTED."""
+    """In place of NOT_STARTED, and of the look at what the dashboard needs."""
 
 
 def _unchanged(runtime_env: Any, _skip_env_hook: bool) -> Any:

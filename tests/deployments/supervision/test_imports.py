@@ -40,6 +40,29 @@ def test_a_process_imports_nothing_that_it_does_not_use(module, unused):
     assert module in modules and not modules & unused
 
 
+def test_the_fork_server_imports_what_all_processes_use_and_no_model():
+    also = "from penstock.deployments.supervision import fork_server as server\n"
+    also += "server._import([*server.BEFORE_THE_RAYLET, *server.AFTER_THE_RAYLET])"
+    modules = imported_by(also=also)
+    assert not modules & (MODEL | TABLES | REDIS)
+    for process in ("ingress.listeners", "gate.server", "worker.replica", "supervision.registry"):
+        module = f"penstock.deployments.{process}"
+        assert not imported_by(PRELOAD, "ray", module) - modules
+    workers = "ray._private.workers"  # runs as a program
+    own = {workers, f"{workers}.default_worker"}
+    assert not imported_by(PRELOAD, "ray", *own) - modules - own
+
+
+def test_a_driver_starts_the_fork_server_before_it_imports_ray():
+    assert "ray" not in imported_by("penstock.deployments.supervision.fork_server")
+
+
+def test_before_the_raylet_the_fork_server_does_not_load_ray():
+    also = "from penstock.deployments.supervision import fork_server as server\n"
+    also += "server._import(server.BEFORE_THE_RAYLET)"
+    assert "ray" not in imported_by(also=also)
+
+
 def test_serve_finds_no_pandas_and_others_do():
     pytest.importorskip("pandas")
     assert "pandas" in imported_by("ray.serve"), "Serve imports it no more: preloaded.py can go"

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import ray
 from ray import _raylet
-from ray._private import services, worker
+from ray._private import services, utils, worker
 from ray._private.node import Node
 
 from penstock.deployments.supervision import ray_processes
 from penstock.deployments.supervision.environments import Environments
+from penstock.deployments.supervision.fork_server import ForkServer
 from penstock.deployments.supervision.processes import descendants, end, is_running
 
 RAYLET = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
@@ -38,28 +39,39 @@ def test_what_is_replaced_is_what_ray_starts_processes_with():
     assert all(f"self.{name}(" in node for name in ray_processes.NOT_STARTED)
     source = inspect.getsource(services.start_raylet)
     assert "start_ray_process(" in source
+    assert f'"{ray_processes.WORKER_FLAG}=' in source
+    assert "get_dashboard_dependency_error()" in source
     assert all(f'"{flag}=' in source for flag in ray_processes.PLACEHOLDER_FLAGS)
     settings = RAYLET.read_bytes()
     assert all(name.encode() in settings for name in ray_processes.SYSTEM_CONFIG)
 
 
-def test_functions_of_ray_are_replaced_only_meanwhile():
+@pytest.fixture
+def forks() -> Iterator[ForkServer]:
+    made = ForkServer()
+    yield made
+    made.close()
+
+
+def test_functions_of_ray_are_replaced_only_meanwhile(forks):
     def functions() -> list[object]:
-        return [Node.start_monitor, services.start_ray_process, worker._maybe_modify_runtime_env]
+        own = [Node.start_monitor, services.start_ray_process, worker._maybe_modify_runtime_env]
+        return [*own, utils.get_dashboard_dependency_error]
 
     before = functions()
-    with ray_processes.only_what_is_used(Environments()):
+    with ray_processes.only_what_is_used(Environments(), forks):
         assert not set(functions()) & set(before)
         assert Node.start_monitor(None) is None  # a real one would need its node
         assert worker._maybe_modify_runtime_env({}, False) == {}
+        assert utils.get_dashboard_dependency_error() is None
     assert functions() == before
 
 
-def test_functions_of_ray_are_put_back_where_its_start_fails():
+def test_functions_of_ray_are_put_back_where_its_start_fails(forks):
     before = (Node.start_monitor, services.start_ray_process)
 
     def fail() -> None:
-        with ray_processes.only_what_is_used(Environments()):
+        with ray_processes.only_what_is_used(Environments(), forks):
             raise ConnectionError
 
     with pytest.raises(ConnectionError):
@@ -87,6 +99,16 @@ def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path, 
     with socket.create_connection(("127.0.0.1", port(raylet.RUNTIME_ENV_AGENT_PORT_NAME)), 5):
         pass
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_raylet_asks_the_fork_server_for_worker_processes(forks):
+    worker = [sys.executable, "/ray/setup_worker.py", "/ray/a folder/default_worker.py", "--a=b"]
+    command = ["raylet", f"{ray_processes.WORKER_FLAG}={subprocess.list2cmdline(worker)}", "--b"]
+    first, changed, last = ray_processes.forking(command, forks)
+    assert (first, last) == ("raylet", "--b")
+    name, _, value = changed.partition("=")
+    assert (name, shlex.split(value)) == (ray_processes.WORKER_FLAG, forks.command(worker))
+    assert forks.command(worker)[-3:] == worker[1:]
 
 
 def test_a_placeholder_ends_with_the_process_that_started_it():

@@ -33,6 +33,8 @@ from tests.deployments.clusters import ENGINE, await_view, generate, pids_of, pr
 from tests.deployments.ingress.hostile import CASES, Fronts, GoodTraffic, run_all
 from tests.deployments.waiting import eventually
 
+HEAP_BYTES = 64 << 20  # HEAP_MAX_SIZE of glibc
+
 
 def is_whole(view: ClusterView) -> bool:
     """Whether all workers are there, and every ingress is connected with all of them."""
@@ -76,6 +78,13 @@ def test_rays_own_processes_are_those_that_it_uses(cluster):
     assert ours <= set(found), found
     assert rays == {"Ray: GCS", "Ray: raylet", "Ray: placeholder of an agent"}, found
     assert (found["worker"], found["ingress"]) == (2, 1)
+
+
+def test_ray_starts_no_program_for_an_actor(cluster):
+    """All are forks of one process: a program of its own takes a second of CPU time for imports."""
+    view = await_view(cluster, is_whole, 120)
+    parents = {" ".join(psutil.Process(pid).parent().cmdline()) for pid in pids_of(view)}
+    assert [role_of(each) for each in parents] == ["fork server"], parents
 
 
 def test_two_workers_share_the_load(cluster, config, run):
@@ -133,11 +142,28 @@ def test_replicas_open_no_port_to_the_network_but_rays_own(cluster):
         assert len(open_ports(pid)) <= 1
 
 
-def test_an_ingress_has_one_heap(cluster):
-    """Ray starts its process with the setting: the C library reads it once, when it begins."""
-    (ingress,) = cluster.view().ingresses
-    variables = Path(f"/proc/{ingress.pid}/environ").read_bytes().split(b"\0")
-    assert b"MALLOC_ARENA_MAX=1" in variables
+def test_an_ingress_has_one_heap_and_a_worker_one_for_each_thread(cluster):
+    view = await_view(cluster, is_whole, 120)
+    (ingress,) = view.ingresses
+    assert num_heaps(ingress.pid) == 0  # beside that of the program
+    assert all(num_heaps(info.pid) > 0 for info, _ in view.workers)
+
+
+def num_heaps(pid: int) -> int:
+    """Memory that glibc has reserved for the heaps of threads: 64 MB each, at multiples of it."""
+    found = []
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        bounds, rights, *file = line.split()
+        first, end = (int(each, 16) for each in bounds.split("-"))
+        found.append((first, end, rights, len(file)))
+    reserved = {(first, end) for first, end, rights, _ in found if rights == "---p"}
+    return sum(
+        rights == "rw-p"
+        and num_fields == 3  # no name: of no file
+        and first % HEAP_BYTES == 0
+        and (end, first + HEAP_BYTES) in reserved
+        for first, end, rights, num_fields in found
+    )
 
 
 def open_ports(pid: int) -> list[str]:
