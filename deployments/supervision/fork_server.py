@@ -106,9 +106,10 @@ class ForkServer:
     def close(self) -> None:
         """End it. What it has made goes on."""
         assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._process.wait()
 
 
 def main() -> None:
@@ -244,8 +245,11 @@ def become(request: Mapping[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])
     if request["leads_group"]:
         os.setpgid(0, 0)
-    os.sched_setaffinity(0, request["cores"])
-    os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
+    # Only what differs, which is little: some sandboxes refuse these calls.
+    if os.sched_getaffinity(0) != set(request["cores"]):
+        os.sched_setaffinity(0, request["cores"])
+    if os.getpriority(os.PRIO_PROCESS, 0) != request["nice"]:
+        os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(request["oom_score"])
     os.chdir(request["cwd"])

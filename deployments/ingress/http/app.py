@@ -33,14 +33,10 @@ from penstock.deployments.ingress.http.jobs import JobBoard, add_job_route
 from penstock.deployments.ingress.http.journalled import JournalledCalls
 from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
 from penstock.deployments.ingress.http.middleware import EdgeMiddleware
+from penstock.deployments.ingress.http.models import add_model_routes
 from penstock.deployments.ingress.http.openai import routes as openai
 from penstock.deployments.ingress.http.openai.answers import CHAT_PATH, COMPLETIONS_PATH
-from penstock.deployments.ingress.http.openai.schemas import (
-    ModelBody,
-    ModelList,
-    error_responses,
-    model_body,
-)
+from penstock.deployments.ingress.http.openai.schemas import error_responses
 from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.http.responses import routes as responses
 from penstock.deployments.ingress.http.static import (
@@ -149,7 +145,7 @@ def build_app(
     embeddings.add_embedding_routes(app, core, fields)
     tokenize.add_token_routes(app, core, fields)
     batches.add_batch_routes(app, data_dir, journals)
-    _add_model_routes(app, core, workers)
+    add_model_routes(app, core, workers)
     add_console_routes(app)
     add_job_route(app, jobs)
     add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
@@ -163,27 +159,6 @@ def build_app(
     if metrics is not None:
         _add_metric_routes(app, core, view, metrics)
     return app
-
-
-def _add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) -> None:
-    @app.get("/v1/models", response_model=ModelList)
-    async def list_models() -> Response:
-        """The models that are served."""
-        infos = [info for info, _ in workers()] if workers is not None else []
-        bodies = [
-            model_body(model.named(name), infos, name)
-            for model in core.models()
-            for name in model.names
-        ]
-        return JSONResponse({"object": "list", "data": bodies})
-
-    @app.get("/v1/models/{model:path}", response_model=ModelBody, responses=error_responses(404))
-    async def get_model(model: str) -> Response:
-        """One model; without a name all of them, as for /v1/models."""
-        if not model:
-            return await list_models()
-        infos = [info for info, _ in workers()] if workers is not None else []
-        return JSONResponse(model_body(core.model(model), infos, model))
 
 
 def _add_service_routes(app: FastAPI, core: RequestCore, view: View | None) -> None:

@@ -315,3 +315,18 @@ def test_max_tokens_beyond_the_context_becomes_what_is_left():
         assert post(plain, messages=long).status_code == 400
         (request,) = servers.backend.requests
     assert len(request.prompt_ids) + (request.params.max_tokens or 0) <= 512
+
+
+def test_models_in_the_shape_of_the_clients_api(client, raw):
+    (ours,) = raw.get("/v1/models").json()["data"]
+    assert ours["object"] == "model" and "display_name" not in ours
+    listed = list(client.models.list())
+    assert [each.model_dump(exclude_unset=True) for each in listed] == [
+        client.models.retrieve(MODEL).model_dump(exclude_unset=True)
+    ]
+    (model,) = listed
+    assert (model.id, model.display_name, model.type) == (MODEL, MODEL, "model")
+    assert model.created_at.timestamp() == ours["created"]
+    assert model.max_input_tokens == ours["max_model_len"]
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("other")
