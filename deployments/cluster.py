@@ -115,14 +115,15 @@ class Cluster:
         if not self._is_local:
             ray.init(address=config.ray_address, **quiet)
             return
+        if self._forks is None:
+            self._forks = ForkServer()
         reserved = [each.engine.cores for each in config.each_model if each.engine.cores]
         if reserved:  # inherited by Ray's processes, and so by all replicas
             keep_to(allowed_cores().difference(*reserved))
+            self._forks.keep_to(allowed_cores())
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
-        if self._forks is None:
-            self._forks = ForkServer()
         with only_what_is_used(self._environments, self._forks):
             ray.init(
                 address="local",  # overrides RAY_ADDRESS

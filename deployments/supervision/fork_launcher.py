@@ -1,8 +1,9 @@
 """What the raylet runs in place of a worker process: asks the fork server for one, and ends.
 
-    python -I -S fork_launcher.py ADDRESS SETUP_WORKER WORKER ARGUMENT...
+    python -I -S fork_launcher.py ADDRESS WAIT_S SETUP_WORKER WORKER ARGUMENT...
 
-ADDRESS is the socket of the fork server (fork_server.py). The rest is Ray's own command for a
+ADDRESS is the socket of the fork server (fork_server.py), whose answer is waited for WAIT_S
+seconds. The rest is Ray's own command for a
 worker process: WORKER with ARGUMENT..., before which SETUP_WORKER makes the environment that an
 argument describes. Where the fork server makes no process, this one runs what Ray would have run.
 It imports the standard library alone, since it delays each start.
@@ -60,9 +61,10 @@ def request_for(command: Sequence[str], variables: Mapping[str, str]) -> dict[st
     }
 
 
-def is_forked(address: str, request: Mapping[str, Any]) -> bool:
-    """Whether the fork server has made the process."""
+def is_forked(address: str, wait_s: float, request: Mapping[str, Any]) -> bool:
+    """Whether the fork server has made the process. If not it will not, as this end is closed."""
     with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(wait_s)
         try:
             server.connect("\0" + address)
             socket.send_fds(server, [b"\n"], [0, 1, 2])
@@ -74,11 +76,13 @@ def is_forked(address: str, request: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    address, *command = sys.argv[1:]
+    address, wait_s, *command = sys.argv[1:]
     context = environment_of(command)
     variables = context.get("env_vars") or {}
-    if is_plain(command, context) and is_forked(address, request_for(command, variables)):
-        return
+    if is_plain(command, context):
+        request = request_for(command, variables)
+        if is_forked(address, float(wait_s), request):
+            return
     os.execv(sys.executable, [sys.executable, *(command if context else without_setup(command))])
 
 

@@ -20,6 +20,7 @@ import json
 import os
 import runpy
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -63,6 +64,7 @@ JOB = "RAY_JOB_ID"
 OF_A_RAYLET = {JOB: "ffffffff", "RAY_LD_PRELOAD_ON_WORKERS": "0"}
 # Variables that glibc reads when a program starts, and what `mallopt` calls them (malloc.h).
 MALLOPT = {"MALLOC_ARENA_MAX": -8, "MALLOC_TOP_PAD_": -2, "MALLOC_TRIM_THRESHOLD_": -1}
+WAIT_S = 30.0  # of a launcher for an answer; Ray waits 60 s for a process
 REQUEST_S = 5.0  # for a request to arrive
 NUM_WAITING = 64
 NO_REQUEST = (OSError, ValueError, TypeError, LookupError)
@@ -94,7 +96,12 @@ class ForkServer:
     def command(self, of_ray: list[str]) -> list[str]:
         """In place of Ray's command for a worker process: Python, SETUP_WORKER, WORKER, ..."""
         python, *rest = of_ray
-        return [python, "-I", "-S", fork_launcher.__file__, self._address, *rest]
+        return [python, "-I", "-S", fork_launcher.__file__, self._address, f"{WAIT_S:g}", *rest]
+
+    def keep_to(self, cores: Collection[int]) -> None:
+        """Have it run on these cores only. What it makes has those of its launcher."""
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(self.pid, cores)
 
     def serve(self, raylet: int) -> None:
         """Have it make the processes of the raylet with that number."""
@@ -210,7 +217,7 @@ def answer(connection: socket.socket) -> dict[str, Any] | None:
         while part := connection.recv(1 << 16):
             data += part
         request: dict[str, Any] = json.loads(data)
-        if not is_forkable(request["env"], request["variables"]):
+        if not is_forkable(request["env"], request["variables"]) or has_left(connection):
             return None
         if os.fork():
             connection.send(DONE)
@@ -224,6 +231,13 @@ def answer(connection: socket.socket) -> dict[str, Any] | None:
     finally:
         for stream in streams:
             os.close(stream)
+
+
+def has_left(connection: socket.socket) -> bool:
+    """Whether the launcher has closed its end: it runs Ray's command by now."""
+    events = select.poll()
+    events.register(connection, 0)
+    return any(happened & select.POLLHUP for _, happened in events.poll(0))
 
 
 def is_forkable(environment: Mapping[str, str], variables: Collection[str]) -> bool:

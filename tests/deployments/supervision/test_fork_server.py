@@ -251,6 +251,21 @@ def test_ray_starts_programs_itself_once_the_server_has_ended(tmp_path):
     assert launches.run(PROPERTIES, context(env_vars={"A": "b"})).startswith("set up")
 
 
+def test_a_server_that_does_not_answer_in_time_makes_no_second_process(launches, monkeypatch):
+    launches.properties()  # its imports are done
+    pids = launches.folder / "pids"
+    script = f"import os; print(os.getpid(), file=open({str(pids)!r}, 'a'))"
+    monkeypatch.setattr(fork_server, "WAIT_S", 1.0)
+    os.kill(launches.forks.pid, signal.SIGSTOP)
+    try:
+        launches.run(script)
+    finally:
+        os.kill(launches.forks.pid, signal.SIGCONT)
+    monkeypatch.undo()
+    assert launches.properties()["parent"] == launches.forks.pid  # it has seen both requests
+    assert len(pids.read_text().split()) == 1
+
+
 def test_the_server_ends_with_its_driver_and_what_it_has_made_goes_on(tmp_path):
     script = f"""
 import time
