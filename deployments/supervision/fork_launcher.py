@@ -3,16 +3,17 @@
     python -I -S fork_launcher.py ADDRESS WAIT_S SETUP_WORKER WORKER ARGUMENT...
 
 ADDRESS is the socket of the fork server (fork_server.py), whose answer is waited for WAIT_S
-seconds. The rest is Ray's own command for a
-worker process: WORKER with ARGUMENT..., before which SETUP_WORKER makes the environment that an
-argument describes. Where the fork server makes no process, this one runs what Ray would have run.
-It imports the standard library alone, since it delays each start.
+seconds. The rest is Ray's own command for a worker process: WORKER with ARGUMENT..., before which
+SETUP_WORKER makes the environment that an argument describes. Where the fork server makes no
+process, this one runs what Ray would have run. It imports the standard library alone, since it
+delays each start.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -54,6 +55,7 @@ def request_for(command: Sequence[str], variables: Mapping[str, str]) -> dict[st
         "variables": sorted(variables),
         "cwd": os.getcwd(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),  # Ray raises it as it starts
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "leads_group": os.getpgrp() == os.getpid(),
         "blocked_signals": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),

@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import secrets
 import select
@@ -262,6 +263,8 @@ def become(request: Mapping[str, Any]) -> None:
     # Only what differs, which is little: some sandboxes refuse these calls.
     if os.sched_getaffinity(0) != set(request["cores"]):
         os.sched_setaffinity(0, request["cores"])
+    if list(resource.getrlimit(resource.RLIMIT_NOFILE)) != request["open_files"]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["open_files"]))
     if os.getpriority(os.PRIO_PROCESS, 0) != request["nice"]:
         os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
     with contextlib.suppress(OSError):

@@ -27,13 +27,14 @@ STARTED_S = 60.0
 SETUP = "print('set up', flush=True); import sys, os; os.execv(sys.executable, [sys.executable, "
 SETUP += "*(each for each in sys.argv[1:] if not each.startswith(('--language', '--serialized')))])"
 PROPERTIES = """
-import json, os, signal, sys
+import json, os, resource, signal, sys
 print(json.dumps({
     "argv": sys.argv, "parent": os.getppid(), "has_serve": "ray.serve" in sys.modules,
     "threads": len(os.listdir("/proc/self/task")), "cwd": os.getcwd(), "env": dict(os.environ),
     "cores": sorted(os.sched_getaffinity(0)), "nice": os.getpriority(os.PRIO_PROCESS, 0),
     "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
     "leads": os.getpgrp() == os.getpid(), "path": sys.path[0], "name": __name__,
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     "child": str(signal.getsignal(signal.SIGCHLD)),
     "oom": open("/proc/self/oom_score_adj").read().strip(),
     "sockets": sum("socket" in os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64)
@@ -90,9 +91,8 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
 
 
 def test_a_process_is_forked_and_has_what_the_raylet_gave_its_launcher(launches, tmp_path):
-    os.sched_setaffinity(0, before := os.sched_getaffinity(0))
-    core = min(before)
-    launcher = ["sh", "-c", f'ulimit -n 512; exec nice -n 3 taskset -c {core} "$@"', "-"]
+    core = min(os.sched_getaffinity(0))
+    launcher = ["sh", "-c", f'ulimit -Sn 512; exec nice -n 3 taskset -c {core} "$@"', "-"]
     worker = str(launches.folder / "worker.py")
     command = launches.forks.command
     launches.forks.command = lambda ray: [*launcher, *command(ray)]
@@ -107,6 +107,7 @@ def test_a_process_is_forked_and_has_what_the_raylet_gave_its_launcher(launches,
     assert (had["name"], had["path"]) == ("__main__", str(launches.folder))
     assert (had["cwd"], had["cores"]) == (str(tmp_path), [core])
     assert had["nice"] == os.getpriority(os.PRIO_PROCESS, 0) + 3
+    assert had["open_files"] == 512
     assert had["leads"] and had["sockets"] == 0
     assert had["child"] == str(signal.SIG_DFL)
     assert had["oom"] == Path("/proc/self/oom_score_adj").read_text().strip()
