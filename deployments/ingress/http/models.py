@@ -27,16 +27,16 @@ ANTHROPIC_HEADER = "anthropic-version"
 def add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) -> None:
     """`workers`: those that are alive; None: what they serve is not known."""
 
-    def body_of(name: str) -> dict[str, Any]:
+    def bodies_of(*names: str) -> list[dict[str, Any]]:
         infos = [info for info, _ in workers()] if workers is not None else []
-        return model_body(core.model(name), infos, name)
+        return [model_body(core.model(name), infos, name) for name in names]
 
     @app.get("/v1/models", response_model=ModelList)
     async def list_models(request: Request) -> Response:
         """The models that are served. With the header anthropic-version: as Anthropic's API lists
         them, all at once."""
         names = [name for model in core.models() for name in model.names]
-        bodies = [body_of(name) for name in names]
+        bodies = bodies_of(*names)
         if ANTHROPIC_HEADER not in request.headers:
             return JSONResponse({"object": "list", "data": bodies})
         data = [anthropic_model(each) for each in bodies]
@@ -48,7 +48,7 @@ def add_model_routes(app: FastAPI, core: RequestCore, workers: Workers | None) -
         """One model; without a name all of them, as for /v1/models."""
         if not model:
             return await list_models(request)
-        body = body_of(model)
+        (body,) = bodies_of(model)
         if ANTHROPIC_HEADER in request.headers:
             body = anthropic_model(body)
         return JSONResponse(body)
