@@ -83,10 +83,16 @@ def application(config: ServeConfig, cluster: ClusterResources | None) -> dict[s
     }
 
 
-def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
+def wire(
+    config: ServeConfig,
+    *,
+    channel_host: str | None = None,
+    forked_with: Mapping[str, str] | None = None,
+) -> Any:
     """The Serve application of `config`, for the cluster that this process is connected to.
 
     `channel_host`: address on which workers and gate listen; None: their node's in the cluster.
+    `forked_with`: variables with which worker processes are forked, if Ray is asked for them.
     """
     config.check_access()
     if not config.insecure:
@@ -105,7 +111,9 @@ def wire(config: ServeConfig, *, channel_host: str | None = None) -> Any:
         serve.deployment(
             WorkerReplica,
             name=each.config.worker_deployment,
-            ray_actor_options=each.worker.actor_options(),
+            ray_actor_options=each.worker.actor_options(
+                forked_with if forked_with == each.worker.env_vars else None
+            ),
             **each.worker.bundles(each.config.engine.nodes_per_worker),
             max_surge_percent=each.config.surge_percent,
             **worker_scale(each.config, cluster),

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import ray
 from ray.exceptions import RayError
@@ -26,7 +27,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.experts.spec import remove_all
 from penstock.deployments.gate.actor import end_gate
 from penstock.deployments.hub_model import pinned
-from penstock.deployments.placement import ClusterResources, uses_gpus
+from penstock.deployments.placement import ClusterResources, uses_gpus, variables_of_workers
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.fork_server import ForkServer
@@ -124,7 +125,8 @@ class Cluster:
         folder = config.ray_dir or self._folder
         if folder is None:
             folder = self._folder = tempfile.mkdtemp(prefix="penstock-ray-")
-        with only_what_is_used(self._environments, self._forks):
+        of_workers = partial(variables_of_workers, config)
+        with only_what_is_used(self._environments, self._forks, of_workers):
             ray.init(
                 address="local",  # overrides RAY_ADDRESS
                 include_dashboard=False,
@@ -166,7 +168,8 @@ class Cluster:
             return
         if self._folder is not None:
             config = _with_predictor_files(config, self._folder)
-        app = wire(config, channel_host="127.0.0.1")
+        forked_with = {} if self._forks is None else self._forks.of_workers
+        app = wire(config, channel_host="127.0.0.1", forked_with=forked_with)
         serve.run_many(
             [serve.RunTarget(target=app, name=self._config.app_name)],
             wait_for_ingress_deployment_creation=False,

@@ -160,6 +160,19 @@ def resolve_each(
     return tuple(resolve(each, cluster, total) for each in config.each_model)
 
 
+def variables_of_workers(config: ServeConfig, cluster: ClusterResources) -> Mapping[str, str]:
+    """Those of every worker on the CPUs of a single machine.
+
+    {} where workers differ in them, use GPUs, or have cores of their own: OpenMP counts its
+    process's cores when it is loaded.
+    """
+    workers = [each.worker for each in resolve_each(config, cluster)]
+    variables = workers[0].env_vars
+    differ = any(each.env_vars != variables or each.num_gpus for each in workers)
+    has_cores = any(each.engine.cores for each in config.each_model)
+    return {} if differ or has_cores else variables
+
+
 def _ingress(cluster: ClusterResources | None) -> ReplicaResources:
     """The resources of an ingress: no CPU, because it must not wait for a free one."""
     if cluster is None or not cluster.has_ingress_nodes:

@@ -1,12 +1,12 @@
 """What the raylet runs in place of a worker process: asks the fork server for one, and ends.
 
-    python -I -S fork_launcher.py ADDRESS WAIT_S SETUP_WORKER WORKER ARGUMENT...
+    python -I -S fork_launcher.py ADDRESS[,ADDRESS] WAIT_S SETUP_WORKER WORKER ARGUMENT...
 
-ADDRESS is the socket of the fork server (fork_server.py), whose answer is waited for WAIT_S
-seconds. The rest is Ray's own command for a worker process: WORKER with ARGUMENT..., before which
-SETUP_WORKER makes the environment that an argument describes. Where the fork server makes no
-process, this one runs what Ray would have run. It imports the standard library alone, since it
-delays each start.
+Each ADDRESS is a socket of the fork server (fork_server.py). They are asked in turn, until one
+makes the process; their answers are waited for WAIT_S seconds. The rest is Ray's own command for a
+worker process: WORKER with ARGUMENT..., before which SETUP_WORKER makes the environment that an
+argument describes. Where the fork server makes no process, this one runs what Ray would have run.
+It imports the standard library alone, since it delays each start.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 ENVIRONMENT = "--serialized-runtime-env-context="  # read by SETUP_WORKER, as is the next one
 LANGUAGE = "--language="
+LEAST_WAIT_S = 0.1
 
 
 def environment_of(command: Sequence[str]) -> dict[str, Any]:
@@ -78,13 +80,15 @@ def is_forked(address: str, wait_s: float, request: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    address, wait_s, *command = sys.argv[1:]
+    addresses, wait_s, *command = sys.argv[1:]
+    deadline_s = time.monotonic() + float(wait_s)
     context = environment_of(command)
     variables = context.get("env_vars") or {}
     if is_plain(command, context):
         request = request_for(command, variables)
-        if is_forked(address, float(wait_s), request):
-            return
+        for address in addresses.split(","):
+            if is_forked(address, max(deadline_s - time.monotonic(), LEAST_WAIT_S), request):
+                return
     os.execv(sys.executable, [sys.executable, *(command if context else without_setup(command))])
 
 

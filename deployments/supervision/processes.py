@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import psutil
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILLED_S = 5.0  # how long a killed process may take to end on a busy machine
 
 
@@ -45,6 +45,13 @@ def keep_orphans() -> None:
     """From now on descendants whose parent ends become children of this process: they stay its
     descendants. Those that end then are zombies until this process ends."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, `parent`, ends. Not its own children."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(0)
 
 
 def kill_descendants(at_most_s: float) -> None:

@@ -17,9 +17,10 @@ from __future__ import annotations
 import contextlib
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from penstock.deployments.placement import ClusterResources
 from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.fork_server import ForkServer
 from penstock.deployments.supervision.preloaded import PRELOADED
@@ -34,6 +35,7 @@ PLACEHOLDER = (
 PLACEHOLDER_FLAGS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 NOT_STARTED = ("start_api_server", "start_log_monitor", "start_monitor")  # methods of ray's Node
 WORKER_FLAG = "--python_worker_command"
+RESOURCES_FLAG = "--static_resource_list"
 NO_PORT = 1  # of an agent that does not listen: only root may open it, so no one else answers
 RAYLET = "raylet"
 # For `ray.init(_system_config=...)`: processes collect no metrics for the agent, which would pass
@@ -42,10 +44,15 @@ SYSTEM_CONFIG = {"enable_metrics_collection": False, **PRELOADED}
 
 
 @contextlib.contextmanager
-def only_what_is_used(environments: Environments, forks: ForkServer) -> Iterator[None]:
+def only_what_is_used(
+    environments: Environments,
+    forks: ForkServer,
+    of_workers: Callable[[ClusterResources], Mapping[str, str]],
+) -> Iterator[None]:
     """Meanwhile `ray.init` starts no process that nothing here uses.
 
-    `environments`: answers in place of the agent that makes them.
+    `environments`: answers in place of the agent that makes them. `of_workers`: the variables of
+    the workers on a node with these resources, for `ForkServer.serve`.
 
     Look in `start_head_processes` (_private/node.py) and `start_raylet` (_private/services.py) for
     settings. Raises AttributeError if Ray lacks one of the functions that are replaced.
@@ -60,7 +67,7 @@ def only_what_is_used(environments: Environments, forks: ForkServer) -> Iterator
             command = forking(without_agents(command, environments), forks)
         started = start_process(command, process_type, *args, **options)
         if process_type == RAYLET:
-            forks.serve(started.process.pid)
+            forks.serve(started.process.pid, of_workers(resources_of(command)))
         return started
 
     with contextlib.ExitStack() as replaced:
@@ -84,7 +91,7 @@ def without_agents(command: Sequence[str], environments: Environments) -> list[s
     from ray import _raylet
 
     names: Any = _raylet  # compiled, without types
-    flags = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
+    flags = _flags(command)
     ports = {
         names.DASHBOARD_AGENT_LISTEN_PORT_NAME: NO_PORT,
         names.METRICS_AGENT_PORT_NAME: NO_PORT,
@@ -98,6 +105,18 @@ def without_agents(command: Sequence[str], environments: Environments) -> list[s
         f"{flag}={placeholder}" if (flag := part.split("=", 1)[0]) in PLACEHOLDER_FLAGS else part
         for part in command
     ]
+
+
+def resources_of(command: Sequence[str]) -> ClusterResources:
+    """Those of the raylet with this command: its node's, as Ray has found them."""
+    names_and_amounts = _flags(command)[RESOURCES_FLAG].split(",")
+    amounts = map(float, names_and_amounts[1::2])
+    resources = dict(zip(names_and_amounts[::2], amounts, strict=True))
+    return ClusterResources.of_ray([{"Alive": True, "Resources": resources}])
+
+
+def _flags(command: Sequence[str]) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
 
 
 def forking(command: Sequence[str], forks: ForkServer) -> list[str]:

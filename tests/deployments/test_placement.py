@@ -13,6 +13,7 @@ from penstock.deployments.placement import (
     ReplicaResources,
     resolve,
     uses_gpus,
+    variables_of_workers,
 )
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError
@@ -22,6 +23,10 @@ EIGHT = ClusterResources((Node(num_cpus=8),))
 
 def config_of(num_workers=1, **engine):
     return ServeConfig(num_workers=num_workers, engine=EngineConfig(**engine))
+
+
+def named(name, **engine):
+    return dataclasses.replace(config_of(**engine), served_model_name=name, key=name)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +127,25 @@ def test_the_gate_has_longer_next_to_cpu_workers_unless_it_is_set():
     assert resolve(ServeConfig(), EIGHT).config.gate_answer_ms == 200
     assert resolve(config_of(device="cuda"), EIGHT).config.gate_answer_ms == 20
     assert resolve(ServeConfig(gate_answer_ms=7), EIGHT).config.gate_answer_ms == 7
+
+
+def test_the_variables_of_all_workers_of_a_machine():
+    expected = resolve(config_of(2), EIGHT).worker.env_vars
+    assert expected["OMP_NUM_THREADS"] == "4"
+    assert variables_of_workers(config_of(2), EIGHT) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "cluster"),
+    [
+        (config_of(), ClusterResources((Node(8, num_gpus=1),))),
+        (config_of(device="cuda", threads=2), EIGHT),
+        (config_of(compute_cores="1,2"), EIGHT),
+        (ServeConfig(models=(named("a", threads=1), named("b", threads=2))), EIGHT),
+    ],
+)
+def test_workers_that_differ_or_are_not_on_all_cpus_have_no_variables_in_common(config, cluster):
+    assert variables_of_workers(config, cluster) == {}
 
 
 def test_all_else_stays_as_it_was_configured():

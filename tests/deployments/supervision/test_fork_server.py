@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,20 @@ import ray
 from ray._private import services
 
 from penstock.deployments.supervision import fork_launcher, fork_server
-from penstock.deployments.supervision.fork_server import ForkServer, is_forkable
+from penstock.deployments.supervision.fork_requests import is_forkable
+from penstock.deployments.supervision.fork_server import ForkServer
 from penstock.deployments.supervision.processes import is_running
 from penstock.deployments.supervision.ray_workarounds import one_event_loop
 
 STARTED_S = 60.0
+OF_WORKERS = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}
 SETUP = "print('set up', flush=True); import sys, os; os.execv(sys.executable, [sys.executable, "
 SETUP += "*(each for each in sys.argv[1:] if not each.startswith(('--language', '--serialized')))])"
 PROPERTIES = """
 import json, os, resource, signal, sys
 print(json.dumps({
     "argv": sys.argv, "parent": os.getppid(), "has_serve": "ray.serve" in sys.modules,
+    "has_torch": "torch" in sys.modules,
     "threads": len(os.listdir("/proc/self/task")), "cwd": os.getcwd(), "env": dict(os.environ),
     "cores": sorted(os.sched_getaffinity(0)), "nice": os.getpriority(os.PRIO_PROCESS, 0),
     "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
@@ -51,7 +55,7 @@ class Launches:
         self.setup = folder / "setup_worker.py"
         self.setup.write_text(SETUP)
         self.forks = ForkServer()
-        self.forks.serve(os.getpid())
+        self.forks.serve(os.getpid(), OF_WORKERS)
 
     def environment(self, **more: str) -> dict[str, str]:
         """As the raylet sets it."""
@@ -103,6 +107,7 @@ def test_a_process_is_forked_and_has_what_the_raylet_gave_its_launcher(launches,
     finally:
         launches.forks.command = command
     assert had["parent"] == launches.forks.pid and had["has_serve"] and had["threads"] == 1
+    assert not had["has_torch"]
     assert had["argv"] == [worker, "--a=b c"]
     assert (had["name"], had["path"]) == ("__main__", str(launches.folder))
     assert (had["cwd"], had["cores"]) == (str(tmp_path), [core])
@@ -114,6 +119,46 @@ def test_a_process_is_forked_and_has_what_the_raylet_gave_its_launcher(launches,
     assert had["env"].pop("LC_CTYPE", "C.UTF-8") == "C.UTF-8"  # of Python's own start
     wanted = launches.environment(ODD="\udcff", PWD=str(tmp_path))
     assert {**had["env"], "PWD": str(tmp_path), "_": ""} == {**wanted, "_": ""}
+
+
+def of_workers(launches: Launches) -> psutil.Process:
+    """The process of which workers are forked."""
+    process = psutil.Process(launches.properties(context(env_vars=OF_WORKERS))["parent"])
+    assert process.ppid() == launches.forks.pid
+    return process
+
+
+def test_a_worker_is_forked_from_a_process_that_has_its_variables_and_torch(launches, tmp_path):
+    had = launches.properties(context(env_vars=OF_WORKERS), cwd=tmp_path, process_group=0)
+    assert had["parent"] == of_workers(launches).pid and had["has_torch"] and had["threads"] == 1
+    assert OF_WORKERS.items() <= had["env"].items() and had["env"].keys() >= {"RAY_RAYLET_PID"}
+    assert "OPENBLAS_NUM_THREADS" not in had["env"]
+    assert had["cwd"] == str(tmp_path) and had["leads"] and had["sockets"] == 0
+
+
+def test_openmp_has_the_threads_of_the_workers_variables(launches):
+    script = """
+import threading, torch
+counts = [torch.get_num_threads()]
+def count():
+    torch.ones(1 << 20).sum()
+    counts.append(torch.get_num_threads())
+thread = threading.Thread(target=count)
+thread.start(); thread.join()
+print(*counts)
+"""
+    assert launches.run(script, context(env_vars=OF_WORKERS)).split() == ["2", "2"]
+
+
+def test_workers_draw_different_random_numbers(launches):
+    script = """
+import random, numpy, torch, ray._raylet as rays
+print(rays.UniqueID.from_random().hex(), random.random(),
+      numpy.random.default_rng().integers(1 << 60), torch.Generator().seed())
+"""
+    worker = context(env_vars=OF_WORKERS)
+    first, second = (launches.run(script, worker).split() for _ in range(2))
+    assert all(one != other for one, other in zip(first, second, strict=True))
 
 
 def test_signals_are_blocked_as_in_the_launcher(launches):
@@ -171,7 +216,9 @@ def test_the_allocator_has_the_settings_of_the_environment(launches):
 @pytest.mark.parametrize(
     "described",
     [
-        {"env_vars": {"OMP_NUM_THREADS": "3"}},  # a library may have read it
+        {"env_vars": {"OMP_NUM_THREADS": "2"}},  # a library may have read it
+        {"env_vars": {**OF_WORKERS, "OMP_NUM_THREADS": "3"}},
+        {"env_vars": {**OF_WORKERS, "MKL_NUM_THREADS": "1"}},
         {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1"}},
         {"env_vars": {}, "command_prefix": ["cd", "/"]},
         {"env_vars": {}, "py_executable": "/usr/bin/python3"},
@@ -202,17 +249,17 @@ def test_flags_of_python_are_kept(launches):
     assert ran.stdout.split() == ["1", f"['{worker}',", "'--a']"]
 
 
+def addresses(launches: Launches) -> list[str]:
+    return launches.forks.command(["python"])[4].split(",")
+
+
+NO_REQUESTS = (b"", b"{", b"[]", b"[3]", b"3", b'{"env": {}}')
+NO_REQUESTS += (b'{"env": {}, "variables": [], "argv": []}',)
+
+
 def test_requests_that_are_none_do_the_server_no_harm(launches):
-    address = "\0" + launches.forks.command(["python"])[4]
-    for sent in (
-        b"",
-        b"{",
-        b"[]",
-        b"[3]",
-        b"3",
-        b'{"env": {}}',
-        b'{"env": {}, "variables": [], "argv": []}',
-    ):
+    first, second = ("\0" + each for each in addresses(launches))
+    for address, sent in product((first, second), NO_REQUESTS):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(address)
             client.sendall(sent)
@@ -220,11 +267,12 @@ def test_requests_that_are_none_do_the_server_no_harm(launches):
             client.settimeout(STARTED_S)
             assert client.recv(1) == b""
     assert launches.properties()["parent"] == launches.forks.pid
+    assert of_workers(launches)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_gets_no_process(launches):
-    address = launches.forks.command(["python"])[4]
+    address, _ = addresses(launches)
     request = {"env": launches.environment(), "variables": [], "argv": ["/nonexistent"]}
     script = f"""
 import json, os, socket, sys
@@ -271,7 +319,8 @@ def test_the_server_ends_with_its_driver_and_what_it_has_made_goes_on(tmp_path):
     script = f"""
 import time
 from pathlib import Path
-from tests.deployments.supervision.test_fork_server import Launches
+from tests.deployments.supervision.test_fork_server import Launches, OF_WORKERS, context
+from tests.deployments.supervision.test_fork_server import of_workers
 launches = Launches(Path({str(tmp_path)!r}))
 made = launches.run('''
 import os, subprocess, sys
@@ -280,17 +329,17 @@ print("end", flush=True)
 import time
 time.sleep(600)
 ''')
-print(launches.forks.pid, made.split()[0], flush=True)
+print(launches.forks.pid, of_workers(launches).pid, made.split()[0], flush=True)
 time.sleep(600)
 """
     driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
-    server, made = (int(pid) for pid in driver.stdout.readline().split())
+    server, with_torch, made = (int(pid) for pid in driver.stdout.readline().split())
     try:
-        assert is_running(server) and is_running(made)
+        assert is_running(server) and is_running(with_torch) and is_running(made)
         driver.kill()
         driver.wait()
-        _await(lambda: not is_running(server))
+        _await(lambda: not is_running(server) and not is_running(with_torch))
         assert is_running(made)
     finally:
         os.kill(made, signal.SIGKILL)
@@ -298,7 +347,9 @@ time.sleep(600)
 
 def test_a_process_that_has_ended_leaves_no_zombie(launches):
     launches.properties()
-    _await(lambda: not psutil.Process(launches.forks.pid).children())
+    with_torch = of_workers(launches)
+    _await(lambda: psutil.Process(launches.forks.pid).children() == [with_torch])
+    _await(lambda: not with_torch.children())
 
 
 def _await(holds: Any) -> None:
@@ -306,6 +357,29 @@ def _await(holds: Any) -> None:
     while not holds():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+
+
+def test_without_variables_of_workers_no_process_imports_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "OF_WORKERS", {})
+    launches = Launches(tmp_path)
+    try:
+        assert launches.properties()["parent"] == launches.forks.pid
+        assert launches.run(PROPERTIES, context(env_vars={"A": "b"})).startswith("set up")
+        _await(lambda: not psutil.Process(launches.forks.pid).children())
+    finally:
+        launches.forks.close()
+
+
+def test_workers_are_programs_once_the_process_with_torch_has_ended(tmp_path):
+    launches = Launches(tmp_path)
+    try:
+        worker = context(env_vars=OF_WORKERS)
+        of_workers(launches).kill()
+        said, properties = launches.run(PROPERTIES, worker).splitlines()
+        assert (said, json.loads(properties)["parent"]) == ("set up", os.getpid())
+        assert launches.properties()["parent"] == launches.forks.pid
+    finally:
+        launches.forks.close()
 
 
 @pytest.mark.parametrize(
@@ -323,9 +397,9 @@ def test_a_server_whose_forks_would_not_be_as_programs_makes_none(tmp_path, modu
         "fork_server.AFTER_THE_RAYLET = ('imported',); fork_server.main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, "0"],
+        [sys.executable, "-c", script, "0", "0"],
         env={**os.environ, **fork_server.ONE_THREAD, "PYTHONPATH": str(tmp_path)},
-        input="1\n",
+        input="[1, {}]\n",
         capture_output=True,
         text=True,
         timeout=STARTED_S,

@@ -53,6 +53,21 @@ def test_the_fork_server_imports_what_all_processes_use_and_no_model():
     assert not imported_by(PRELOAD, "ray", *own) - modules - own
 
 
+def test_the_process_that_forks_workers_imports_what_a_worker_loads_a_model_with():
+    also = """
+from penstock.deployments.supervision import fork_server as server
+server._import([*server.BEFORE_THE_RAYLET, *server.AFTER_THE_RAYLET, *server.OF_WORKERS])
+import os, sys
+before = set(sys.modules)
+from penstock.workers.config import EngineConfig
+from penstock.workers.worker import Worker
+assert len(os.listdir("/proc/self/task")) == 1
+Worker.load(EngineConfig(model="builtin"), model_name="m", host="127.0.0.1").stop()
+assert set(sys.modules) == before, set(sys.modules) - before
+"""
+    assert "torch" in imported_by(also=also)
+
+
 def test_a_driver_starts_the_fork_server_before_it_imports_ray():
     assert "ray" not in imported_by("penstock.deployments.supervision.fork_server")
 

@@ -59,7 +59,7 @@ def test_functions_of_ray_are_replaced_only_meanwhile(forks):
         return [*own, utils.get_dashboard_dependency_error]
 
     before = functions()
-    with ray_processes.only_what_is_used(Environments(), forks):
+    with ray_processes.only_what_is_used(Environments(), forks, lambda _: {}):
         assert not set(functions()) & set(before)
         assert Node.start_monitor(None) is None  # a real one would need its node
         assert worker._maybe_modify_runtime_env({}, False) == {}
@@ -71,7 +71,7 @@ def test_functions_of_ray_are_put_back_where_its_start_fails(forks):
     before = (Node.start_monitor, services.start_ray_process)
 
     def fail() -> None:
-        with ray_processes.only_what_is_used(Environments(), forks):
+        with ray_processes.only_what_is_used(Environments(), forks, lambda _: {}):
             raise ConnectionError
 
     with pytest.raises(ConnectionError):
@@ -99,6 +99,13 @@ def test_the_raylet_gets_placeholders_and_the_ports_that_it_waits_for(tmp_path, 
     with socket.create_connection(("127.0.0.1", port(raylet.RUNTIME_ENV_AGENT_PORT_NAME)), 5):
         pass
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_resources_of_a_node_are_those_of_its_raylet():
+    command = ["raylet", "--static_resource_list=node:10.0.0.1,1.0,CPU,3.0,GPU,2,memory,66"]
+    cluster = ray_processes.resources_of(command)
+    assert [(each.num_cpus, each.num_gpus) for each in cluster.nodes] == [(3, 2)]
+    assert f'"{ray_processes.RESOURCES_FLAG}=' in inspect.getsource(services.start_raylet)
 
 
 def test_the_raylet_asks_the_fork_server_for_worker_processes(forks):

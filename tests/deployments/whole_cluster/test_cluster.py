@@ -87,6 +87,13 @@ def test_ray_starts_no_program_for_an_actor(cluster):
     assert [role_of(each) for each in parents] == ["fork server"], parents
 
 
+def test_workers_are_forks_of_a_process_that_has_imported_torch(cluster):
+    view = await_view(cluster, is_whole, 120)
+    (of_workers,) = {psutil.Process(info.pid).ppid() for info, _ in view.workers}
+    (of_all,) = {psutil.Process(info.pid).ppid() for info in view.ingresses}
+    assert psutil.Process(of_workers).ppid() == of_all
+
+
 def test_two_workers_share_the_load(cluster, config, run):
     def least() -> int:
         """Of 16 requests, those of the worker that had fewer. No request may fail."""
