@@ -253,8 +253,8 @@ def addresses(launches: Launches) -> list[str]:
     return launches.forks.command(["python"])[4].split(",")
 
 
-NO_REQUESTS = (b"", b"{", b"[]", b"[3]", b"3", b'{"env": {}}')
-NO_REQUESTS += (b'{"env": {}, "variables": [], "argv": []}',)
+ALMOST = b'{"env": {}, "variables": [], "argv": []}'
+NO_REQUESTS = (b"", b"{", b"[]", b"[3]", b"3", b'{"env": {}}', ALMOST)
 
 
 def test_requests_that_are_none_do_the_server_no_harm(launches):
