@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deployments.cli.flags.serve import flag_of
-from penstock.deployments.cli.flags.vllm.flag import NO_VALUE, VllmFlag
-from penstock.deployments.cli.flags.vllm.table import SAME, TOPICS
 from penstock.deployments.cli.main import build_parser
 from penstock.deployments.config import settings_by_group
 from penstock.deployments.ingress.core.bounds.connections import Connections
@@ -33,6 +31,8 @@ from penstock.deployments.ingress.http.field_table import field_table
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
 from penstock.deployments.security.roles import ROUTES, RPCS
+from penstock.deployments.vllm_names.flag import NO_VALUE, VllmFlag
+from penstock.deployments.vllm_names.table import SAME, TOPICS
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineStats, WorkerInfo
 from tools import supported_models

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from penstock.deployments.config import ServeConfig, config_from
 from penstock.deployments.config import settings as server_settings
-from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions
+from penstock.deployments.ingress.core.call import Call, CallContext, CallOptions, ChatPrompt
 from penstock.deployments.ingress.core.embeddings.embed import (
     MAX_INPUTS,
     EmbeddingCall,
@@ -48,6 +48,9 @@ from penstock.deployments.offline.prompts import (
     prompt_list,
 )
 from penstock.deployments.offline.sampling_params import SamplingParams
+from penstock.deployments.offline.tokenizer import LLMTokenizer
+from penstock.deployments.vllm_names.flag import translated
+from penstock.deployments.vllm_names.table import BY_NAME
 from penstock.workers.config import EngineConfig
 from penstock.workers.errors import ConfigError
 from penstock.workers.request import RequestError
@@ -73,14 +76,9 @@ class LLM:
 
     def __init__(self, model: str = "builtin", **settings: Any):
         """`model`: as of `penstock serve`. `settings`: of the engine, by the names in
-        docs/reference/settings.md. Raises ConfigError or LoadError."""
-        known = {setting.name: setting for setting in settings_of(EngineConfig)}
-        for name in settings:
-            if name in {setting.name for setting in server_settings()} - known.keys():
-                raise ConfigError(f"{name} is a setting of a server; LLM has none, so leave it out")
-            if name not in known:
-                raise unknown_setting(name, known)
-        self._config = config_from({**settings, "model": model})
+        docs/reference/settings.md, or by vLLM's (docs/reference/vllm.md). Raises ConfigError or
+        LoadError."""
+        self._config = config_from({**_engine_settings(settings), "model": model})
         self._host = _Host()
         self._close = weakref.finalize(self, self._host.close)
         try:
@@ -94,6 +92,16 @@ class LLM:
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
         return self._model.max_model_len
+
+    def get_tokenizer(self) -> LLMTokenizer:
+        """The model's tokenizer, with its chat template."""
+        tokenizer, reader = self._host.core.reader()
+
+        def render(prompt: ChatPrompt) -> str:
+            reader.check(prompt)
+            return reader.render(prompt)
+
+        return LLMTokenizer(tokenizer, render)
 
     def __enter__(self) -> Self:
         return self
@@ -237,6 +245,19 @@ class LLM:
             async for index, piece in pieces:
                 output.add(index, piece)
         return output
+
+
+def _engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by our names. Raises ConfigError for those that an engine does not have."""
+    of_engine = {setting.name for setting in settings_of(EngineConfig)}
+    of_server = {setting.name for setting in server_settings()} - of_engine
+    found = translated(given, frozenset(of_engine | of_server), BY_NAME)
+    for name in found:
+        if name in of_server:
+            raise ConfigError(f"{name} is a setting of a server; LLM has none, so leave it out")
+        if name not in of_engine:
+            raise unknown_setting(name, of_engine)
+    return found
 
 
 def _reason(error: RequestError | ServiceError) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.parser import Parser
-from penstock.deployments.cli.flags.vllm.flag import VllmFlag, add_given, translated
-from penstock.deployments.cli.flags.vllm.table import BY_NAME, FLAGS
 from penstock.deployments.config import settings, settings_by_group
 from penstock.deployments.config_file import read_config
 from penstock.deployments.model_entries import MODELS, place, within
+from penstock.deployments.vllm_names.flag import VllmFlag, add_given, translated
+from penstock.deployments.vllm_names.table import BY_NAME, FLAGS
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
 

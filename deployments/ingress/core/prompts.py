@@ -106,9 +106,7 @@ class PromptReader:
                 check_text(text, "prompt")
             num_chars = size = len(prompt.query) + len(prompt.document) + len(prompt.instruction)
         else:
-            check_messages(prompt.messages)
-            if prompt.variables:
-                check_variables(prompt.variables, self._tokenizer.template_variables)
+            self.check(prompt)
             num_chars = sum(len(message["content"]) for message in prompt.messages)
             num_tool_chars = 0 if prompt.tools is None else prompt.tools.num_chars
             num_chars += num_tool_chars
@@ -122,6 +120,12 @@ class PromptReader:
                 code="context_length_exceeded",
             )
         return await self._texts.run(call.context.principal, size, self._encode, call)
+
+    def check(self, prompt: ChatPrompt) -> None:
+        """Raise RequestError for messages or variables that the template cannot take."""
+        check_messages(prompt.messages)
+        if prompt.variables:
+            check_variables(prompt.variables, self._tokenizer.template_variables)
 
     async def fitting_ids(
         self, call: Call, model: ServedModel, params: SamplingParams, max_tokens: int
@@ -152,20 +156,7 @@ class PromptReader:
 
     def _encode(self, call: Call) -> tuple[int, ...]:
         if isinstance(call.prompt, ChatPrompt):
-            messages = [_for_template(message) for message in call.prompt.messages]
-            toolset, tools = call.prompt.tools, None
-            messages = self._tools.for_template(messages)
-            if self._tools.is_plain:
-                messages = as_plain_messages(messages, toolset)
-            elif toolset is not None:
-                tools = [tool.as_json() for tool in toolset.tools]
-            text = self._tokenizer.render_chat(
-                messages,
-                add_generation_prompt=call.prompt.add_generation_prompt,
-                tools=tools,
-                variables=call.prompt.variables,
-                continues_last=call.prompt.continues_last,
-            )
+            text = self.render(call.prompt)
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         if isinstance(call.prompt, Pair):
             assert self._pairs is not None, "checked by embed"
@@ -175,6 +166,23 @@ class PromptReader:
             call.prompt, add_special_tokens=call.options.add_special_tokens
         )
         return tuple(ids)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text of a conversation. Raises RequestError."""
+        messages = [_for_template(message) for message in prompt.messages]
+        toolset, tools = prompt.tools, None
+        messages = self._tools.for_template(messages)
+        if self._tools.is_plain:
+            messages = as_plain_messages(messages, toolset)
+        elif toolset is not None:
+            tools = [tool.as_json() for tool in toolset.tools]
+        return self._tokenizer.render_chat(
+            messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            tools=tools,
+            variables=prompt.variables,
+            continues_last=prompt.continues_last,
+        )
 
 
 def _size_of(part: Any) -> int:

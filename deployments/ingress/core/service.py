@@ -20,6 +20,7 @@ from penstock.deployments.ingress.core.errors import ServiceError, server_stops
 from penstock.deployments.ingress.core.generation import Generation
 from penstock.deployments.ingress.core.history.answer_spans import add_answer
 from penstock.deployments.ingress.core.history.recent_answers import AnswerRecord, RecentAnswers
+from penstock.deployments.ingress.core.prompts import PromptReader
 from penstock.deployments.ingress.core.request_metrics import (
     DISCONNECT,
     RequestMetrics,
@@ -41,6 +42,7 @@ from penstock.deployments.ingress.core.validation import (
     nth_choice,
 )
 from penstock.workers.request import FinishReason, RequestError
+from penstock.workers.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 4 << 20
 MAX_MODEL_NAME_CHARS = 200  # of an unknown one, in an error
@@ -354,6 +356,11 @@ class RequestCore:
         runtime = self._runtime(call.options.model)
         prompts, model = self._preparations[runtime].prompts, runtime.served
         return await prompts.ids(call, model, model.max_model_len)
+
+    def reader(self, model: str | None = None) -> tuple[Tokenizer, PromptReader]:
+        """A model's tokenizer, and what reads its prompts. Raises RequestError."""
+        runtime = self._runtime(model)
+        return runtime.tokenizer, self._preparations[runtime].prompts
 
     async def detokenize(
         self,

@@ -8,10 +8,10 @@ import shlex
 import pytest
 
 from penstock.deployments.cli.flags.serve import settings_given
-from penstock.deployments.cli.flags.vllm.flag import NO_VALUE, translated
-from penstock.deployments.cli.flags.vllm.table import BY_NAME, FLAGS, SAME
 from penstock.deployments.cli.main import build_parser, main
 from penstock.deployments.config import ServeConfig, config_from, settings
+from penstock.deployments.vllm_names.flag import NO_VALUE, translated
+from penstock.deployments.vllm_names.table import BY_NAME, FLAGS, SAME
 from penstock.workers.errors import ConfigError
 
 KNOWN = {setting.name: setting for setting in settings()}
@@ -230,5 +230,7 @@ def test_names_of_a_file_that_nobody_knows_stay_for_the_error():
     assert translated({"num_worker": 2}, frozenset(KNOWN), BY_NAME) == {"num_worker": 2}
     with pytest.raises(ConfigError, match="port needs a value"):
         translated({"port": None}, frozenset(KNOWN), BY_NAME)
+    with pytest.raises(ConfigError, match="enforce_eager says what cuda_graphs is, too"):
+        translated({"enforce_eager": True, "cuda_graphs": "on"}, frozenset(KNOWN), BY_NAME)
     with pytest.raises(ConfigError, match="port is another name of http_port"):
         translated({"port": 9, "http_port": 8}, frozenset(KNOWN), BY_NAME)

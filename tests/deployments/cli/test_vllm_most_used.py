@@ -11,9 +11,9 @@ import shlex
 import pytest
 
 from penstock.deployments.cli.flags.serve import settings_given
-from penstock.deployments.cli.flags.vllm.table import BY_NAME
 from penstock.deployments.cli.main import build_parser, main
 from penstock.deployments.config import config_from
+from penstock.deployments.vllm_names.table import BY_NAME
 
 # By the number of files, most first; with the commonest value of each.
 MOST_USED = [

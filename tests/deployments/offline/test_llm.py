@@ -51,6 +51,26 @@ def test_greedy_ids_are_those_of_transformers(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == len(PROMPTS)
 
 
+def test_the_tokenizer_reads_texts_and_conversations_as_the_model_does(llm: LLM) -> None:
+    found = llm.get_tokenizer()
+    ids = found.encode(PROMPTS[1])
+    (output,) = llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+    assert ids == output.prompt_token_ids and ids[0] == found.bos_token_id
+    assert found.decode(ids, skip_special_tokens=True) == PROMPTS[1]
+    assert found.decode(ids[-1]) == found.decode([ids[-1]])
+    assert found.eos_token_id in tokenizer().eos_token_ids
+    (output,) = llm.chat(QUESTION, GREEDY, use_tqdm=False)
+    ids = found.apply_chat_template(QUESTION, add_generation_prompt=True)
+    assert ids == output.prompt_token_ids
+    shorter = found.apply_chat_template(QUESTION)
+    assert shorter == ids[: len(shorter)] and len(shorter) < len(ids)
+    text = found.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    assert found.encode(text, add_special_tokens=False) == ids
+    assert found.chat_template and QUESTION[0]["content"] in text
+    with pytest.raises(RequestError, match="role"):
+        found.apply_chat_template([{"content": TEXT}])
+
+
 def test_prompts_of_all_forms_give_the_same_answer(llm: LLM) -> None:
     ids = tokenizer().encode(PROMPTS[0])
     expected = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
@@ -244,6 +264,9 @@ def test_an_engine_that_has_failed_is_reported(monkeypatch: pytest.MonkeyPatch) 
     [
         ("builtin", {"http_port": 80}, ConfigError, "http_port is a setting of a server"),
         ("builtin", {"max_num_seq": 2}, ConfigError, "did you mean 'max_num_seqs'"),
+        ("builtin", {"uvicorn_log_level": "info"}, ConfigError, "log_level is a setting of a serv"),
+        ("builtin", {"gpu_memory_utilization": 0.9}, ConfigError, "say with --kv-cache-gb X"),
+        ("builtin", {"kv_cache_dtype": "int8", "kv": "int8"}, ConfigError, "says what kv is, too"),
         ("builtin", {"max_num_seqs": 0}, ConfigError, "max_num_seqs must be at least 1"),
         ("builtin", {"device": "cuda"}, ConfigError, "PyTorch sees no GPU here"),
         ("./nowhere", {}, LoadError, "nowhere"),
@@ -257,6 +280,13 @@ def test_a_bad_setting_is_named(
     with pytest.raises(error, match=message):
         LLM(model, **settings)
     assert threading.active_count() == before
+
+
+def test_settings_may_have_the_names_of_vllm() -> None:
+    names = {"kv_cache_dtype": "int8", "enforce_eager": True, "enable_prefix_caching": False}
+    with LLM("builtin", num_blocks=64, threads=1, **names) as llm:
+        engine = llm._config.engine
+        assert (engine.kv, engine.cuda_graphs, engine.prefix_cache) == ("int8", "off", False)
 
 
 def test_it_has_every_parameter_of_the_engine_and_the_bodies_have_its() -> None:

@@ -5,8 +5,8 @@ A sentence follows the flag and a colon in an error message, and stands in docs/
 
 from __future__ import annotations
 
-from penstock.deployments.cli.flags.vllm import engine, server
-from penstock.deployments.cli.flags.vllm.flag import VllmFlag
+from penstock.deployments.vllm_names import engine, server
+from penstock.deployments.vllm_names.flag import VllmFlag
 
 # Flags of vLLM that are settings of Penstock under the same name.
 SAME = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from penstock.deployments.cli.flags.vllm.flag import (
+from penstock.deployments.vllm_names.flag import (
     Settings,
     VllmFlag,
     absent,

@@ -124,5 +124,8 @@ def translated(
             raise ConfigError(f"{name} needs a value")
         if flag.setting in result and not flag.is_weak:
             raise ConfigError(f"{name} is another name of {flag.setting}: write one of them")
+        for setting in flag.settings(name, text):
+            if setting in values and not flag.is_weak:
+                raise ConfigError(f"{name} says what {setting} is, too: write one of them")
         add_given(result, flag, name, text)
     return result

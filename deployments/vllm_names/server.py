@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.deployments.cli.flags.vllm.flag import VllmFlag, absent, alias, nothing, only, switch
+from penstock.deployments.vllm_names.flag import VllmFlag, absent, alias, nothing, only, switch
 
 _WHOLE_CONTEXTS = (
     "a context lies on one worker; --tensor-parallel-size and --pipeline-parallel-size divide the "

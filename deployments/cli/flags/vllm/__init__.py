@@ -1,4 +1,0 @@
-"""vLLM's flags of `serve`, and what each is here. Pure: no parser, no engine.
-
-Begin with table.py. The parser of `serve`, config files and docs/reference/vllm.md use it.
-"""
