@@ -1,7 +1,8 @@
 """How long `penstock serve` takes to be ready, by phase, and what memory it holds at rest.
 
 Starts a server of its own on free ports, watches its output and the logs of its replicas, waits
-until it has rested, reads every process from /proc, and ends it; again and again. Phases are marked
+until it has rested, reads every process from /proc, kills a worker and waits for the next one, and
+ends it; again and again. Phases are marked
 by lines that the server prints or logs, so that another checkout (`--against FOLDER`, the folder
 with its `src`) can be measured in turn with this one, a start of each in each round. Memory is PSS:
 a page that n processes share counts as 1/n of a page in each, so the sum is what the machine holds.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import statistics
 import time
 from collections.abc import Iterable
@@ -28,7 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.common import record
-from penstock.deployments.bench.own_server import started
+from penstock.deployments.bench.own_server import Server, started
 from penstock.deployments.supervision.processes import descendants
 
 TIME = re.compile(r"^\w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ", re.M)
@@ -59,6 +61,8 @@ ROLES = (  # a part of the command line, and the role
     ("ray::IDLE", "Ray: idle worker"),
     ("/raylet/raylet", "Ray: raylet"),
 )
+REPLACED_S = 120.0
+SIZES = ("num_processes", "total_pss_mb")
 Row = dict[str, Any]
 
 
@@ -74,11 +78,13 @@ def start(model: str, flags: list[str], source: Path | None, rest_s: float) -> R
         phases = _phases(began_s, server.folder, ready_s)
         time.sleep(rest_s)
         processes = _processes([server.pid, *descendants(server.pid)])
+        replaced_s = _replaced_s(server)
     return {
         "ready_s": ready_s,
         "said_s": float(said[1]),
         "cpu_s": cpu,
         "phases_s": phases,
+        "replaced_s": replaced_s,
         "pss_mb": processes,
         "num_processes": sum(len(each) for each in processes.values()),
         "total_pss_mb": sum(mb for each in processes.values() for mb in each),
@@ -104,13 +110,35 @@ def _seconds(stamp: str) -> float:
     return datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
+def _replaced_s(server: Server) -> float:
+    """Seconds from the end of a worker by `kill -9` until the server says that the next is ready.
+
+    Serve looks for it every 2 s. Raises RuntimeError if none comes.
+    """
+    pids = descendants(server.pid)
+    (worker, *_) = (pid for pid in pids if role_of(_command(pid)) == "worker")
+    os.kill(worker, signal.SIGKILL)
+    began_s = time.monotonic()
+    while not re.search(r"worker \S+.* is ready", server.output()):
+        if time.monotonic() > began_s + REPLACED_S:
+            raise RuntimeError(f"no worker in place of the killed one:\n{server.output()}")
+        time.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def _processes(pids: Iterable[int]) -> dict[str, list[float]]:
     """PSS in MB of each process, by role."""
     found: dict[str, list[float]] = {}
     for pid in pids:
         try:
-            command = " ".join(psutil.Process(pid).cmdline())
-            pss_mb = _pss_mb(pid)
+            command, pss_mb = _command(pid), _pss_mb(pid)
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             continue
         found.setdefault(role_of(command), []).append(pss_mb)
@@ -148,7 +176,7 @@ def summary(rows: list[Row]) -> Row:
     return {
         **{
             name: median(row[name] for row in rows)
-            for name in ("ready_s", "said_s", "cpu_s", "num_processes", "total_pss_mb")
+            for name in ("ready_s", "said_s", "cpu_s", "replaced_s", *SIZES)
         },
         "phases_s": {
             phase: median(row["phases_s"][phase] for row in rows) for phase in rows[0]["phases_s"]
@@ -171,6 +199,7 @@ def table(summaries: dict[str, Row]) -> str:
     add("CPU until then", (each["cpu_s"] for each in summaries.values()), " s")
     for phase in next(iter(summaries.values()))["phases_s"]:
         add(phase, (each["phases_s"][phase] for each in summaries.values()), " s")
+    add("a killed worker is replaced", (each["replaced_s"] for each in summaries.values()), " s")
     add("**memory at rest (PSS)**", (each["total_pss_mb"] for each in summaries.values()), " MB")
     for role in dict.fromkeys(role for each in summaries.values() for role in each["pss_mb"]):
         add(role, (each["pss_mb"].get(role) for each in summaries.values()), " MB")

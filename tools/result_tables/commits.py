@@ -71,6 +71,8 @@ def startup(result: Result) -> str:
     add("ready after the call", [one["ready_s"] for one in each], " s")
     for phase in each[0]["phases_s"]:
         add(f"of which: {phase}", [one["phases_s"][phase] for one in each], " s")
+    if "replaced_s" in each[0]:
+        add("a killed worker is replaced after", [one["replaced_s"] for one in each], " s")
     add("**memory at rest, PSS**", [one["total_pss_mb"] for one in each], " MB", 0)
     for role in dict.fromkeys(role for one in each for role in one["pss_mb"]):
         add(role, [one["pss_mb"].get(role) for one in each], " MB", 0)
