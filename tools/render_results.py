@@ -116,6 +116,7 @@ TABLES: dict[str, Table] = {
     "overhead-w3-xeon": Table(["overhead/xeon-amx-w3"], serving.overhead),
     "overhead-w3-own-core": Table(["overhead/xeon-amx-w3-own-core"], serving.overhead),
     "startup-torch": Table(["startup/epyc-avx2-torch"], commits.startup),
+    "startup-torch-three": Table(["startup/epyc-avx2-torch-three"], commits.startup),
     "startup-forked": Table(["startup/epyc-avx2-forked"], commits.startup),
     "startup": Table(["startup/epyc"], commits.startup),
     "startup-xeon": Table(["startup/xeon-amx"], commits.startup),

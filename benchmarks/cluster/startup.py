@@ -117,9 +117,10 @@ def _replaced_s(server: Server) -> float:
     """
     pids = descendants(server.pid)
     (worker, *_) = (pid for pid in pids if role_of(_command(pid)) == "worker")
+    said = len(server.output())
     os.kill(worker, signal.SIGKILL)
     began_s = time.monotonic()
-    while not re.search(r"worker \S+.* is ready", server.output()):
+    while not re.search(r"worker \S+.* is ready", server.output()[said:]):
         if time.monotonic() > began_s + REPLACED_S:
             raise RuntimeError(f"no worker in place of the killed one:\n{server.output()}")
         time.sleep(0.02)
