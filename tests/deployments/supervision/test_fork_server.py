@@ -216,8 +216,7 @@ def test_the_allocator_has_the_settings_of_the_environment(launches):
 @pytest.mark.parametrize(
     "described",
     [
-        {"env_vars": {"OMP_NUM_THREADS": "2"}},  # a library may have read it
-        {"env_vars": {**OF_WORKERS, "OMP_NUM_THREADS": "3"}},
+        {"env_vars": {"OMP_NUM_THREADS": "3"}},  # a library may have read it
         {"env_vars": {**OF_WORKERS, "MKL_NUM_THREADS": "1"}},
         {"env_vars": {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1"}},
         {"env_vars": {}, "command_prefix": ["cd", "/"]},
