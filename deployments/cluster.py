@@ -31,7 +31,12 @@ from penstock.deployments.placement import ClusterResources, uses_gpus, variable
 from penstock.deployments.supervision.actors import NAMESPACE
 from penstock.deployments.supervision.environments import Environments
 from penstock.deployments.supervision.fork_server import ForkServer
-from penstock.deployments.supervision.processes import descendants, end, kill_descendants
+from penstock.deployments.supervision.processes import (
+    descendants,
+    end,
+    hold_aborts,
+    kill_descendants,
+)
 from penstock.deployments.supervision.ray_processes import SYSTEM_CONFIG, only_what_is_used
 from penstock.deployments.supervision.ray_workarounds import (
     deploy_application,
@@ -295,9 +300,11 @@ class Cluster:
         self.remove_folder()
 
     def stop_at_once(self) -> None:
-        """`stop` without Ray's help; callable on any thread, while others are blocked."""
+        """`stop` without Ray's help; callable on any thread, while others are blocked. The caller
+        then ends this process."""
         self._stopping.set()
         if self._is_local:
+            hold_aborts()
             kill_descendants(AT_ONCE_S)
         self.remove_folder()
 

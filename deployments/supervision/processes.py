@@ -47,6 +47,22 @@ def keep_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _wait_for_the_end(_number: int) -> None:
+    """A handler of C's, on whichever thread."""
+    while True:
+        time.sleep(1.0)
+
+
+def hold_aborts() -> None:
+    """From now on a thread that aborts this process stops instead, and another one has to end it.
+
+    For a process that kills its children, and ends with a status of its own: Ray's library aborts
+    it where Ray's processes end while it waits for them.
+    """
+    ctypes.CDLL(None).signal(signal.SIGABRT, _wait_for_the_end)
+
+
 def end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent, `parent`, ends. Not its own children."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -43,3 +43,19 @@ def test_a_process_that_ended_but_was_not_waited_for_does_not_run():
     assert not is_running(child.pid)
     child.wait()
     end([child.pid], grace_s=0.1)  # nothing there: nothing happens
+
+
+def test_a_thread_that_aborts_does_not_decide_how_the_process_ends():
+    """As Ray's library does where Ray's processes are killed while it waits for them."""
+    script = """
+import ctypes, os, threading, time
+from penstock.deployments.supervision.processes import hold_aborts
+hold_aborts()
+threads = [threading.Thread(target=ctypes.CDLL(None).abort) for _ in range(2)]
+for each in threads: each.start()
+time.sleep(0.3)
+assert all(each.is_alive() for each in threads)
+os._exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60)
+    assert done.returncode == 130
