@@ -27,6 +27,7 @@ from penstock.deployments.supervision.ray_workarounds import (
     driver_environment,
     keep_own_sigterm_handler,
 )
+from penstock.deployments.supervision.view import EXPIRY_S
 from penstock.workers.errors import ConfigError
 from penstock.workers.stats import worker_name
 from penstock.workers.weights.hub import is_hub_id
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.workers.stats import EngineStats, WorkerInfo
 
 WATCH_S = 0.25
+LISTED_S = EXPIRY_S + 1.0  # longest for which a worker that has ended is listed
 
 
 def run_serve(config: ServeConfig) -> int:
@@ -186,11 +188,19 @@ class WorkerCount:
     by its name in `penstock status`.
 
     A worker is listed while it reports. On a machine that others use its report may come late: then
-    it has not ended, and nothing replaces it.
+    it has not ended, and nothing replaces it. One that has ended is listed for some seconds, and
+    its successor may be there by then: while there are more workers than there should be, it waits
+    for LISTED_S before it says so.
     """
 
-    def __init__(self, config: ServeConfig, say: Callable[[str], None]):
-        self._config, self._say = config, say
+    def __init__(
+        self,
+        config: ServeConfig,
+        say: Callable[[str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ):
+        self._config, self._say, self._now_s = config, say, now_s
+        self._too_many_until_s: float | None = None
         self._num = config.min_workers
         self._listed: set[int] = set()
         self._known: set[int] = set()
@@ -202,6 +212,8 @@ class WorkerCount:
             for info, _ in view.workers
             if not config.key or info.model == config.model_name
         }
+        if self._may_be_too_many_for_now(len(epochs)):
+            return
         listed, self._listed = self._listed, epochs
         new, back = epochs - self._known, (epochs & self._known) - listed
         num, self._num = self._num, len(epochs)
@@ -221,6 +233,14 @@ class WorkerCount:
             self._say(f"{_names(back)}{of} reports again: {serve}")
         if new:
             self._say(f"{_names(new)}{of} is ready: {serve}")
+
+    def _may_be_too_many_for_now(self, num: int) -> bool:
+        if self._config.is_autoscaled or num <= self._config.num_workers:
+            self._too_many_until_s = None
+            return False
+        if self._too_many_until_s is None:
+            self._too_many_until_s = self._now_s() + LISTED_S
+        return self._now_s() < self._too_many_until_s
 
 
 def _names(epochs: Collection[int]) -> str:

@@ -19,6 +19,7 @@ from ray.exceptions import ActorDiedError
 
 from penstock.deployments.supervision.actors import CALL_TIMEOUT_S, HEAD, named_actor
 from penstock.deployments.supervision.view import (
+    EXPIRY_S,
     ClusterView,
     IngressInfo,
     NodeInfo,
@@ -28,7 +29,6 @@ from penstock.deployments.supervision.view import (
 )
 from penstock.workers.stats import AdapterChange, EngineStats, WorkerInfo
 
-EXPIRY_S = 3.0  # without a heartbeat: no longer listed
 START_EXPIRY_S = 10.0  # the same for a worker that starts: loading may hold up its other threads
 MAX_FAILURES = 10
 MAX_CHANGES = 50

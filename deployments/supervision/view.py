@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from penstock.workers.progress import PHASES, Progress
 from penstock.workers.stats import EngineStats, WorkerInfo
 
+EXPIRY_S = 3.0  # without a heartbeat: no longer listed
+
 
 @dataclass(frozen=True, slots=True)
 class JobReport:

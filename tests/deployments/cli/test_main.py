@@ -54,7 +54,7 @@ LINES = (
     r"  logs       \S+/session_latest/logs/serve \(removed at the end; --ray-dir keeps them\)",
     "the chat template renders no tools: they are described in the system message",
     *("Ctrl-C stops", r"\d\d:\d\d:\d\d prompt .* tok/s.*", "stopped"),
-    r"\d\d:\d\d:\d\d worker \w{8} does not report, and is replaced if it has ended: 0 of 1 .*",
+    r"\d\d:\d\d:\d\d worker \w{8} does not report, and is replaced if it has ended: [01] of 1 .*",
     r"\d\d:\d\d:\d\d worker \w{8} (reports again|is ready): 1 of 1 workers serve",
 )
 PROMPT = [{"role": "user", "content": "Who was at the door?"}]

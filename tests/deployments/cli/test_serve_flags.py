@@ -225,6 +225,30 @@ def test_a_lost_worker_is_reported_with_its_model_where_there_are_several():
     assert lines[2:] == [f"a worker {gone}: 0 of 1 workers serve"]
 
 
+def test_a_worker_that_is_replaced_before_it_is_missed_is_said_to_be_gone_all_the_same():
+    lines: list[str] = []
+    now_s = 0.0
+    count = WorkerCount(ServeConfig(), lines.append, lambda: now_s)
+    old, both, new = seen(("m", 1)), seen(("m", 1), ("m", 2)), seen(("m", 2))
+    for view in (old, both):
+        count.report(view)
+    now_s = 3.9
+    count.report(both)
+    assert lines == []
+    count.report(new)
+    assert lines == [
+        "worker 00000001 does not report, and is replaced if it has ended: 1 of 1 workers serve",
+        "worker 00000002 is ready: 1 of 1 workers serve",
+    ]
+    count.report(seen(("m", 2), ("m", 3)))  # as in an update: both serve
+    now_s = 7.8
+    count.report(seen(("m", 2), ("m", 3)))
+    assert lines[2:] == []
+    now_s = 8.0
+    count.report(seen(("m", 2), ("m", 3)))
+    assert lines[2:] == ["worker 00000003 is ready: 2 of 1 workers serve"]
+
+
 def test_a_worker_whose_report_came_late_is_not_called_replaced():
     lines: list[str] = []
     count = WorkerCount(config_from({"num_workers": 2}), lines.append)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.deployments.supervision.registry import (
-    EXPIRY_S,
     MAX_FAILURES,
     START_EXPIRY_S,
     Registry,
 )
-from penstock.deployments.supervision.view import IngressInfo, StartingWorker
+from penstock.deployments.supervision.view import EXPIRY_S, IngressInfo, StartingWorker
 from penstock.workers.progress import DOWNLOADING, LOADING, WAITING, Progress
 from penstock.workers.stats import EngineStats, WorkerInfo
 
