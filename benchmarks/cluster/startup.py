@@ -111,16 +111,22 @@ def _seconds(stamp: str) -> float:
 
 
 def _replaced_s(server: Server) -> float:
-    """Seconds from the end of a worker by `kill -9` until the server says that the next is ready.
+    """Seconds from the end of a worker by `kill -9` until the ingress is connected with the next.
 
     Serve looks for it every 2 s. Raises RuntimeError if none comes.
     """
+    mark = MARKS[-1][2]
+
+    def num_connected() -> int:
+        logs = server.folder.glob("*/session_latest/logs/serve/*Worker*.log")
+        return sum(mark in path.read_text() for path in logs)
+
     pids = descendants(server.pid)
     (worker, *_) = (pid for pid in pids if role_of(_command(pid)) == "worker")
-    said = len(server.output())
+    before = num_connected()
     os.kill(worker, signal.SIGKILL)
     began_s = time.monotonic()
-    while not re.search(r"worker \S+.* is ready", server.output()[said:]):
+    while num_connected() == before:
         if time.monotonic() > began_s + REPLACED_S:
             raise RuntimeError(f"no worker in place of the killed one:\n{server.output()}")
         time.sleep(0.02)
