@@ -31,6 +31,7 @@ from tests.deployments.waiting import eventually
 PASSWORD = "of-the-head"
 START_S = 240
 NUM, NUM_TOKENS = 8, 300
+PAUSE_S = 2.0  # between answers: the processes that start need the CPUs, too
 DEPLOY = """
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import config_from
@@ -160,6 +161,7 @@ def test_without_a_head_all_serve_on_and_a_new_head_takes_over(nodes, redis):
         assert time.monotonic() < began_s + START_S, "the gate is not there again"
         assert asyncio.run(answers()) == alone
         assert fetch(f"{url}/ready") == 200
+        time.sleep(PAUSE_S)
     print(f"the gate answered {time.monotonic() - began_s:.1f} s after the start of the new head")
     # Registry and controller are there again, and no worker was restarted.
     eventually(lambda: seen_by_ray(nodes, PIDS, "pids") == workers, START_S, "the registry")
