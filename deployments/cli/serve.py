@@ -235,7 +235,7 @@ class WorkerCount:
             self._say(f"{_names(new)}{of} is ready: {serve}")
 
     def _may_be_too_many_for_now(self, num: int) -> bool:
-        if self._config.is_autoscaled or num <= self._config.num_workers:
+        if self._config.is_autoscaled or num <= self._config.max_workers:
             self._too_many_until_s = None
             return False
         if self._too_many_until_s is None:

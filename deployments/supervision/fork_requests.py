@@ -35,10 +35,13 @@ CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 DONE = b"1"
 
 
-def serve(listener: socket.socket, own: Collection[str] = ()) -> dict[str, Any] | None:
+def serve(
+    listener: socket.socket, own: Collection[str] = (), not_for: Collection[str] = ()
+) -> dict[str, Any] | None:
     """Answer requests until standard input ends: None. In a new process: the request for it.
 
     `own`: variables that this process has set; it forks for those alone that ask for them.
+    `not_for`: variables of the requests that it leaves to another process.
     """
     with selectors.DefaultSelector() as events:
         events.register(listener, selectors.EVENT_READ)
@@ -49,11 +52,13 @@ def serve(listener: socket.socket, own: Collection[str] = ()) -> dict[str, Any] 
                     return None
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(*NO_REQUEST):
-                    if (request := answer(connection, own)) is not None:
+                    if (request := answer(connection, own, not_for)) is not None:
                         return request
 
 
-def answer(connection: socket.socket, own: Collection[str] = ()) -> dict[str, Any] | None:
+def answer(
+    connection: socket.socket, own: Collection[str], not_for: Collection[str]
+) -> dict[str, Any] | None:
     """Make the process that is asked for: None. In that process: the request.
 
     Without an answer the launcher runs Ray's command. Raises one of NO_REQUEST for what is not a
@@ -68,7 +73,9 @@ def answer(connection: socket.socket, own: Collection[str] = ()) -> dict[str, An
         while part := connection.recv(1 << 16):
             data += part
         request: dict[str, Any] = json.loads(data)
-        is_for_this = is_forkable(request["env"], {*request["variables"], *own})
+        variables = set(request["variables"])
+        is_for_this = is_forkable(request["env"], variables.union(own))
+        is_for_this &= not variables or variables != set(not_for)
         if not is_for_this or has_left(connection):
             return None
         if os.fork():

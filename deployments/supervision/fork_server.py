@@ -148,11 +148,12 @@ def main() -> None:
         _import(OF_WORKERS)
         check_forks()
         gc.freeze()
+        of_others = {}
     else:
-        variables = {}
+        variables, of_others = {}, variables
     os.close(of_second)
     with socket.socket(fileno=file) as listener:
-        request = serve(listener, variables)
+        request = serve(listener, variables, of_others)
     if request is not None:
         become(request)
 

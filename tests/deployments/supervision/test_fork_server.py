@@ -136,6 +136,17 @@ def test_a_worker_is_forked_from_a_process_that_has_its_variables_and_torch(laun
     assert had["cwd"] == str(tmp_path) and had["leads"] and had["sockets"] == 0
 
 
+def test_a_worker_is_no_fork_of_the_first_process_with_the_same_variables(tmp_path, monkeypatch):
+    for name, value in OF_WORKERS.items():
+        monkeypatch.setenv(name, value)
+    launches = Launches(tmp_path)
+    try:
+        assert launches.properties()["parent"] == launches.forks.pid
+        assert of_workers(launches)
+    finally:
+        launches.forks.close()
+
+
 def test_openmp_has_the_threads_of_the_workers_variables(launches):
     script = """
 import threading, torch
