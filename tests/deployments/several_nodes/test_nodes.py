@@ -18,7 +18,6 @@ from tests.deployments.rolling import NUM, answer, answers, updated_under_load
 
 LONG = 1200  # tokens: streams outlast the seconds after which a killed node's ingress ends
 SHORT = 60
-NUM_STREAMS = 16  # when a node is killed
 
 
 def test_each_node_has_a_worker_and_an_ingress(cluster, config, worker_nodes):
@@ -60,7 +59,7 @@ def test_a_killed_node_costs_the_streams_of_its_ingress_and_one_that_joins_takes
         await_view(
             cluster, lambda view: [each.num_workers for each in view.ingresses] == [2, 2], 120
         )
-    alone = [ids for ids, _ in answers(config, NUM_STREAMS, LONG)]
+    alone = [ids for ids, _ in answers(config, NUM, LONG)]
     lost_node = worker_nodes[1].node_id[:8]
 
     def streams(view: ClusterView) -> dict[str, int]:
@@ -69,15 +68,15 @@ def test_a_killed_node_costs_the_streams_of_its_ingress_and_one_that_joins_takes
 
     async def scenario() -> tuple[list[tuple[list[int], Any]], int]:
         target = f"127.0.0.1:{config.grpc_port}"
-        running = [asyncio.ensure_future(answer(target, n, LONG)) for n in range(NUM_STREAMS)]
+        running = [asyncio.ensure_future(answer(target, n, LONG)) for n in range(NUM)]
         view = await asyncio.to_thread(
-            await_view, cluster, lambda view: sum(streams(view).values()) == NUM_STREAMS, 60
+            await_view, cluster, lambda view: sum(streams(view).values()) == NUM, 60
         )
         await asyncio.to_thread(ray_nodes.kill, worker_nodes[1])
         return await asyncio.gather(*running), streams(view)[lost_node]
 
     ended, num_lost = asyncio.run(scenario())
-    assert 0 < num_lost < NUM_STREAMS, num_lost
+    assert 0 < num_lost < NUM, num_lost
     for (ids, error), expected in zip(ended, alone, strict=True):
         assert ids == (expected if error is None else expected[: len(ids)])
     # The streams of the other node's ingress are whole, also those that its node's worker ran.
@@ -86,7 +85,7 @@ def test_a_killed_node_costs_the_streams_of_its_ingress_and_one_that_joins_takes
     assert {error.status.name for error in errors} == {"UNAVAILABLE"}
     # Its processes notice the death of their node within a second or two, and end.
     await_view(cluster, lambda view: [each.num_workers for each in view.ingresses] == [1], 120)
-    assert answers(config, NUM_STREAMS, SHORT) == [(ids[:SHORT], None) for ids in alone]
+    assert answers(config, NUM, SHORT) == [(ids[:SHORT], None) for ids in alone]
 
     joined = worker_nodes[1] = ray_nodes.add(is_for_ingress=True)
     await_view(
@@ -95,4 +94,4 @@ def test_a_killed_node_costs_the_streams_of_its_ingress_and_one_that_joins_takes
         120,
     )
     assert sorted(nodes_of("Worker")) == sorted([worker_nodes[0].node_id, joined.node_id])
-    assert answers(config, NUM_STREAMS, SHORT) == [(ids[:SHORT], None) for ids in alone]
+    assert answers(config, NUM, SHORT) == [(ids[:SHORT], None) for ids in alone]
