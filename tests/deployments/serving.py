@@ -16,12 +16,10 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Coroutine,
-    Iterable,
     Iterator,
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,19 +34,17 @@ from penstock.deployments.ingress.core.answers.tool_forms.table import ToolSuppo
 from penstock.deployments.ingress.core.billing import Billing
 from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.bounds.limits import OpenCalls
-from penstock.deployments.ingress.core.call import Call, ServedModel, TextDelta
+from penstock.deployments.ingress.core.call import Call, TextDelta
 from penstock.deployments.ingress.core.runtime import ModelRuntime
 from penstock.deployments.ingress.core.service import RequestCore
 from penstock.deployments.ingress.core.tracing import Tracer
 from penstock.deployments.ingress.grpc.server import start_server
-from penstock.deployments.ingress.http import app as http_app
 from penstock.deployments.ingress.http.app import build_app
 from penstock.deployments.ingress.http.ignored_fields import FieldPolicy
 from penstock.deployments.ingress.http.in_process import batch_executor
 from penstock.deployments.ingress.http.listener.hosts import AllowedHosts
 from penstock.deployments.ingress.http.listener.protocol import bounded_protocol
 from penstock.deployments.ingress.http.listener.tls import TlsServer
-from penstock.deployments.ingress.http.openapi import document_of
 from penstock.deployments.ingress.journal.journals import Journals
 from penstock.deployments.options import StateOptions
 from penstock.deployments.security.api_keys import ApiKeys
@@ -239,23 +235,6 @@ def core_over(
         open_calls=open_calls,
         tracer=tracer,
     )
-
-
-_DOCUMENTS: dict[str, dict[str, Any]] = {}
-
-
-def _document_of(of_app: Any, models: Iterable[ServedModel], bodies: Any) -> dict[str, Any]:
-    """The real OpenAPI document, made once for all servers of the same models and routes: it is
-    most of the time that a server takes to start."""
-    models = list(models)
-    known = [replace(model, created_s=0) for model in models]
-    key = repr((known, [(route.path, route.methods) for route in of_app.routes]))
-    if key not in _DOCUMENTS:
-        _DOCUMENTS[key] = document_of(of_app, models, bodies)
-    return _DOCUMENTS[key]
-
-
-http_app.document_of = _document_of  # type: ignore[attr-defined, assignment]
 
 
 class Serving:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -189,11 +190,17 @@ def _add_service_routes(app: FastAPI, core: RequestCore, view: View | None) -> N
     async def docs() -> Response:
         return HTMLResponse(api_page, headers=API_PAGE_HEADERS)
 
-    document = document_of(app, core.models(), [body for api in _APIS for body in api.SCHEMAS])
+    models = core.models()
+
+    @functools.cache
+    def document() -> bytes:
+        bodies = [body for api in _APIS for body in api.SCHEMAS]
+        return bytes(JSONResponse(document_of(app, models, bodies)).body)
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        return JSONResponse(document)
+        # Made when it is first asked for: it takes longer than the rest of the app together.
+        return Response(await asyncio.to_thread(document), media_type="application/json")
 
 
 def _add_metric_routes(
