@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -52,7 +53,11 @@ print(json.dumps({
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
+    # pip may fetch over TLS, and then needs the system's authorities.
+    variables = {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"}
+    done = subprocess.run(
+        list(map(str, command)), env=variables, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -1,6 +1,9 @@
 """Several Ray nodes on this machine, as `ray.cluster_utils` makes them, and what runs on each.
 
-All have the address of this machine, so the ingresses of several nodes share its ports.
+All have the address of this machine, so the ingresses of several nodes share its ports. They have
+the processes of a server's own Ray, and fork those of actors: with Ray's agents, and a Python
+program for each actor, a deployment on two nodes takes half a minute of CPU time. Nodes that the
+commands of users start are in manifests/local_nodes.py.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ from penstock.deployments.client.base import CHANNEL_OPTIONS
 from penstock.deployments.cluster import Cluster
 from penstock.deployments.config import ServeConfig
 from penstock.deployments.placement import INGRESS_RESOURCE
+from penstock.deployments.supervision.environments import Environments
+from penstock.deployments.supervision.fork_server import ForkServer
 from penstock.deployments.supervision.processes import descendants, end
+from penstock.deployments.supervision.ray_processes import SYSTEM_CONFIG, only_what_is_used
 from penstock.deployments.supervision.ray_workarounds import driver_environment
 from penstock.deployments.supervision.view import ClusterView
 
@@ -39,13 +45,14 @@ class Nodes:
     def __init__(self) -> None:
         for name, value in driver_environment().items():
             os.environ.setdefault(name, value)
+        self._forks: list[ForkServer] = []
+        self._environments: list[Environments] = []
         self._folder = tempfile.mkdtemp(prefix="ps-")  # short: paths of sockets are limited
         # `cluster_utils` notes the head's address there, and takes the folder for granted.
         os.makedirs(os.path.dirname(get_ray_address_file(None)), exist_ok=True)
-        self._ray = RayNodes(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "temp_dir": self._folder, **self._common()},
-        )
+        of_head = {"num_cpus": 0, "temp_dir": self._folder, "_system_config": SYSTEM_CONFIG}
+        with self._few_processes():
+            self._ray = RayNodes(initialize_head=True, head_node_args=of_head | self._common())
         self.address: str = self._ray.address
 
     @staticmethod
@@ -54,9 +61,18 @@ class Nodes:
 
     def add(self, num_cpus: float = 1, *, is_for_ingress: bool = False) -> Any:
         resources = {INGRESS_RESOURCE: 1} if is_for_ingress else {}
-        node = self._ray.add_node(num_cpus=num_cpus, resources=resources, **self._common())
+        with self._few_processes():
+            node = self._ray.add_node(num_cpus=num_cpus, resources=resources, **self._common())
         self._ray.wait_for_nodes()
         return node
+
+    @contextlib.contextmanager
+    def _few_processes(self) -> Iterator[None]:
+        """For the start of one node."""
+        self._environments.append(Environments())
+        self._forks.append(ForkServer())
+        with only_what_is_used(self._environments[-1], self._forks[-1], lambda _: {}):
+            yield
 
     def __contains__(self, node: Any) -> bool:
         return node in self._ray.worker_nodes
@@ -73,6 +89,8 @@ class Nodes:
         ray.shutdown()
         self._ray.shutdown()
         end(pids, 2.0)
+        for each in (*self._forks, *self._environments):
+            each.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

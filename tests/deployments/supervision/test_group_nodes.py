@@ -37,7 +37,7 @@ FEW = 5  # prompts, where the oracle is slower
 CACHE_GB = 0.004  # some experts of the built-in model
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Nodes]:
     made = Nodes()
     for _ in range(2):
