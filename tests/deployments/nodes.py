@@ -89,8 +89,10 @@ class Nodes:
         ray.shutdown()
         self._ray.shutdown()
         end(pids, 2.0)
-        for each in (*self._forks, *self._environments):
-            each.close()
+        for forks in self._forks:
+            forks.close()
+        for environments in self._environments:
+            environments.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -121,10 +121,12 @@ def test_a_response_in_the_background_ends_with_its_key(tmp_path: Path) -> None:
 
 def test_a_key_that_expires_ends_its_streams(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    key, record = key_of(expires=time.time() + 6.0)
+    key, record = key_of(expires=time.time() + 600.0)
     write(file, record)
     with Serving(ScriptedBackend(*ENDLESS), api_keys_file=file) as serving:
         streams = Streams(serving, key)
+        eventually(lambda: streams.num_begun == 3)
+        write(file, replace(record, expires=time.time() + 1.0))
         eventually(lambda: len(streams.ends) == 3)
         assert streams.ends["http"] == streams.ends["grpc"] == "api_key_expired"
         with Client(serving.grpc_target, api_key=key) as client, pytest.raises(ClientError) as no:
