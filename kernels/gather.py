@@ -20,8 +20,8 @@ COUNTER_BYTES = 64  # of a rank: a cache line
 class Meeting:
     """Where the ranks of a group wait for one another. All of them make the same calls."""
 
-    # int64 [ranks * 8], shared and zeroed: of each rank, the calls that it has arrived at, and the
-    # ns for which it waited in them.
+    # int64 [ranks * 8], shared and zeroed: of each rank, the calls that it has arrived at, the ns
+    # for which it waited in them, and the bytes of other ranks' columns that it copied.
     arrived: Tensor
     calls: Tensor  # int64 [1], of this process, zeroed
     rank: int

@@ -184,6 +184,7 @@ class RankStats:
     kv_bytes: int
     num_gathers: int  # of rows that are divided among the ranks, since the start
     wait_s: float  # for the other ranks, in these
+    received_bytes: int  # of the other ranks' columns, in these
     state_bytes: int = 0  # of recurrent states, of a model with linear attention
     adapter_bytes: int = 0
     reserve_bytes: int = 0  # for activations, logits, scratch blocks and the inputs of graphs

@@ -115,6 +115,7 @@ def exchanged(engine: Engine, kind: Kind, batch: int) -> dict[str, Any]:
     return {
         "gathers": (after[0].num_gathers - before[0].num_gathers) / steps,
         "gathers_by_formula": group.calls(model),
+        "received_bytes": (after[0].received_bytes - before[0].received_bytes) / steps,
         "received_bytes_by_formula": group.sent_bytes(model, batch, batch, 2),
         "waited": [(b.wait_s - a.wait_s) / took_s for a, b in zip(before, after)],
     }

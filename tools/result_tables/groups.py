@@ -29,12 +29,15 @@ def exchanged(result: Result) -> str:
         for batch, found in row["exchanged"].items():
             if found:
                 waited = [f"{100 * share:.0f} %" for share in found["waited"]]
-                received = fixed(found["received_bytes_by_formula"] / 2**10, 1, " KiB")
+                received = [
+                    fixed(found[which] / 2**10, 1, " KiB") if which in found else ""
+                    for which in ("received_bytes", "received_bytes_by_formula")
+                ]
                 rows.append(
                     [
                         row["weights"], row["kind"], batch, fixed(found["gathers"], 0),
-                        found["gathers_by_formula"], received, ", ".join(waited),
+                        found["gathers_by_formula"], *received, ", ".join(waited),
                     ]
                 )  # fmt: skip
-    head = ["weights", "", "rows", "gathers a step", "by the formula", "received by a rank"]
-    return markdown([*head, "of the time, the ranks wait"], rows)
+    head = ["weights", "", "rows", "gathers a step", "by the formula", "received by the first rank"]
+    return markdown([*head, "by the formula", "of the time, the ranks wait"], rows)

@@ -30,6 +30,11 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
         "Time that a rank waited for rows of the others; of stages, the first rank alone.",
         labels=labels,
     )
+    received = CounterMetricFamily(
+        "penstock_rank_received_bytes",
+        "Bytes of rows that a rank received from the others; of stages, the first rank alone.",
+        labels=labels,
+    )
     for names, stats in workers:
         for number, rank in enumerate(stats.ranks):
             each = (*names, str(number))
@@ -42,4 +47,5 @@ def of_ranks(workers: Sequence[tuple[Sequence[str], EngineStats]]) -> Iterator[M
                 memory.add_metric((*each, "adapters"), rank.adapter_bytes)
             gathers.add_metric(each, rank.num_gathers)
             waits.add_metric(each, rank.wait_s)
-    yield from (memory, gathers, waits)
+            received.add_metric(each, rank.received_bytes)
+    yield from (memory, gathers, waits, received)

@@ -16,7 +16,9 @@
 #include "export.h"
 
 constexpr int64_t RANK_STRIDE = 8;  // numbers between the counters of two ranks: a cache line
-constexpr int64_t WAITED = 1;       // among a rank's numbers: ns that it has waited for others
+// Among a rank's numbers, behind its calls:
+constexpr int64_t WAITED = 1;    // ns that it has waited for others
+constexpr int64_t RECEIVED = 2;  // bytes that it has copied out, of columns of others
 constexpr int64_t SPINS = 2000;     // looks before the core is offered to others
 
 struct GatherArgs {
@@ -49,6 +51,7 @@ inline void gather(const GatherArgs& a) {
     const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - began;
     a.arrived[a.rank * RANK_STRIDE + WAITED] += waited.count();
     if (!a.out) return;
+    a.arrived[a.rank * RANK_STRIDE + RECEIVED] += a.rows * (a.all_bytes - a.own_bytes);
     for (int64_t row = 0; row < a.rows; ++row)
         std::memcpy(a.out + row * a.out_stride, a.shared + row * a.all_bytes, a.all_bytes);
 }

@@ -30,7 +30,7 @@ class CollectiveExchange(Exchange):
         self.num_ranks, self._world = num_ranks, world
         self._first = world.rank - rank  # the first of them, in the default group
         self._group: dist.ProcessGroup | None = None  # None: the default one
-        self._num_calls = 0
+        self._num_calls = self._received_bytes = 0
 
     def connect(self, interface: str) -> None:
         self._world.connect(interface)
@@ -43,8 +43,8 @@ class CollectiveExchange(Exchange):
     def close(self) -> None:
         self._world.close()
 
-    def waits(self) -> list[tuple[int, float]]:
-        return [(self._num_calls, 0.0)] * self.num_ranks
+    def counts(self) -> list[tuple[int, float, int]]:
+        return [(self._num_calls, 0.0, self._received_bytes)] * self.num_ranks
 
     def gather(self, own: Tensor, spans: Spans, out: Tensor) -> Tensor:
         self._num_calls += 1
@@ -54,6 +54,7 @@ class CollectiveExchange(Exchange):
             sent = own.new_empty(num_rows, widest)
             sent[:, : own.shape[1]] = own
         received = own.new_empty(self.num_ranks * num_rows, widest)
+        self._received_bytes += received.nbytes - sent.nbytes
         dist.all_gather_into_tensor(received, sent, group=self._group)
         for span, part in zip(spans, received.view(self.num_ranks, num_rows, widest)):
             out[:, span.first : span.end] = part[:, : span.size]

@@ -206,13 +206,13 @@ class ShardDecoder(Decoder):
         return columns_of(ws.q_sink, self.shard.attended.size)
 
     def ranks(self) -> tuple[RankStats, ...]:
-        return self._ranks(self.exchange.waits())
+        return self._ranks(self.exchange.counts())
 
-    def _ranks(self, waits: Sequence[tuple[int, float]]) -> tuple[RankStats, ...]:
-        """`waits`: as Exchange.waits."""
+    def _ranks(self, counts: Sequence[tuple[int, float, int]]) -> tuple[RankStats, ...]:
+        """`counts`: as Exchange.counts."""
         return tuple(
-            RankStats(weights, caches.kv, *wait, caches.states, reserve_bytes=caches.reserve)
-            for weights, caches, wait in zip(self.weights_of, self.caches_of, waits)
+            RankStats(weights, caches.kv, *each, caches.states, reserve_bytes=caches.reserve)
+            for weights, caches, each in zip(self.weights_of, self.caches_of, counts)
         )
 
     @torch.inference_mode()

@@ -44,9 +44,9 @@ class Exchange(ABC):
         """The others have ended."""
         return
 
-    def waits(self) -> list[tuple[int, float]]:
-        """Of each rank, how many calls it made and how long it waited in them, in seconds; empty
-        where that is not measured."""
+    def counts(self) -> list[tuple[int, float, int]]:
+        """Of each rank, how many calls it made, how long it waited in them, in seconds, and the
+        bytes that it received; empty where that is not measured."""
         return []
 
     # Whether `share_ids` does something: elsewhere the first rank's host knows all ids.

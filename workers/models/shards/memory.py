@@ -73,8 +73,9 @@ class MemoryExchange(Exchange):
         self._logits, self._rows = parts["logits"], parts["rows"]
         self._turn = 0
 
-    def waits(self) -> list[tuple[int, float]]:
-        return [(calls, waited_ns / 1e9) for calls, waited_ns, *_ in self._of_ranks.tolist()]
+    def counts(self) -> list[tuple[int, float, int]]:
+        numbers = self._of_ranks.tolist()
+        return [(calls, waited_ns / 1e9, received) for calls, waited_ns, received, *_ in numbers]
 
     def gather(self, own: Tensor, spans: Spans, out: Tensor) -> Tensor:
         shared = self._turns[self._turn]

@@ -154,9 +154,10 @@ class StageDecoder(ShardDecoder):
         return AdapterPart(self.stage.layers, self._outputs)
 
     def ranks(self) -> tuple[RankStats, ...]:
-        """How long each waits is known of this rank alone, for the last stage's rows."""
-        waits = [(self.link.num_received, self.link.waited_s)] + [(0, 0.0)] * len(self.caches_of)
-        return self._ranks(waits)
+        """What each receives, and how long it waits, is known of this rank alone: the last stage's
+        rows."""
+        own = (self.link.num_received, self.link.waited_s, self.link.received_bytes)
+        return self._ranks([own] + [(0, 0.0, 0)] * len(self.caches_of))
 
     @property
     def parts(self) -> tuple[ModelConfig, ...]:

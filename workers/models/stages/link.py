@@ -24,7 +24,7 @@ class StageLink:
         self._before = (world.rank - ranks_a_stage) % world.size
         self._after = (world.rank + ranks_a_stage) % world.size
         self._sent: list[dist.Work] = []
-        self.num_received, self.waited_s = 0, 0.0
+        self.num_received, self.waited_s, self.received_bytes = 0, 0.0, 0
 
     def connect(self, interface: str) -> None:
         self._world.connect(interface)
@@ -43,6 +43,7 @@ class StageLink:
         began_s = time.perf_counter()
         dist.recv(_bytes(rows), self._before)
         self.num_received += 1
+        self.received_bytes += rows.nbytes
         self.waited_s += time.perf_counter() - began_s
 
     def finish(self) -> None:

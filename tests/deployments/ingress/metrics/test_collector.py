@@ -474,7 +474,7 @@ def test_commit_or_recompute_has_its_numbers_and_decisions() -> None:
 
 
 def test_each_rank_of_a_group_has_its_memory_and_waits() -> None:
-    ranks = (RankStats(100, 20, 7, 0.5), RankStats(90, 10, 7, 0.25, 3, 5, 2))
+    ranks = (RankStats(100, 20, 7, 0.5, 640), RankStats(90, 10, 7, 0.25, 512, 3, 5, 2))
     info = WorkerInfo(ENGINE, epoch=1, token="", pid=1, model="builtin", max_model_len=512)
     alone = WorkerInfo("other", epoch=2, token="", pid=1, model="builtin", max_model_len=512)
     workers = [(info, EngineStats(ranks=ranks)), (alone, EngineStats())]
@@ -492,6 +492,7 @@ def test_each_rank_of_a_group_has_its_memory_and_waits() -> None:
         ("penstock_rank_memory_bytes", *of, "0", "reserve"): 0,
         ("penstock_rank_gathers_total", *of, "0"): 7,
         ("penstock_rank_wait_seconds_total", *of, "0"): 0.5,
+        ("penstock_rank_received_bytes_total", *of, "0"): 640,
         ("penstock_rank_memory_bytes", *of, "1", "weights"): 90,
         ("penstock_rank_memory_bytes", *of, "1", "kv"): 10,
         ("penstock_rank_memory_bytes", *of, "1", "reserve"): 2,
@@ -499,4 +500,5 @@ def test_each_rank_of_a_group_has_its_memory_and_waits() -> None:
         ("penstock_rank_memory_bytes", *of, "1", "adapters"): 5,
         ("penstock_rank_gathers_total", *of, "1"): 7,
         ("penstock_rank_wait_seconds_total", *of, "1"): 0.25,
+        ("penstock_rank_received_bytes_total", *of, "1"): 512,
     }

@@ -77,6 +77,11 @@ def test_memory_and_calls_are_as_planned(model_type, tmp_path, monkeypatch):
         assert [each.num_gathers - n for each, n in zip(ranks, calls)] == [group.calls(config)] * 2
         if model_type == "llama":  # experts' rows go by the routes of the tokens
             assert sum(received) == group.sent_bytes(config, 3, 1, 4)
+        assert ranks[0].received_bytes - stats.ranks[0].received_bytes == sum(received)
+        num_logits_bytes = 4 * config.vocab_size // 2  # for the first rank alone
+        assert ranks[1].received_bytes - stats.ranks[1].received_bytes == (
+            sum(received) - num_logits_bytes
+        )
         steps = engine.stats().num_steps
         answer(engine, 9)
         num_steps = engine.stats().num_steps - steps

@@ -167,6 +167,8 @@ def test_each_stage_has_its_layers_alone():
         layers = one.model.weights.num_bytes - embedding - head
         assert second.weight_bytes == pytest.approx(layers / 3, rel=0.02)
         assert first.num_gathers > 0 and first.wait_s > 0
+        num_rows, left = divmod(first.received_bytes, 4 * config.hidden_size)
+        assert num_rows >= first.num_gathers and not left
     finally:
         one.close()
         group.close()
