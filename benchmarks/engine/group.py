@@ -5,8 +5,8 @@
 
 Engines take turns; medians over the rounds, greedy. `--experts`: a made-up model with routed
 experts and random weights; its ranks have columns of all experts, or whole ones. Beside the times:
-gathers of a step, as counted and by the formula of `penstock plan`, the bytes that a rank receives
-by that formula, and the part of the time for which the ranks wait for one another.
+gathers of a decode step, and the bytes that the first rank receives in one, both as counted and by
+the formula of `penstock plan`, and the part of the time for which the ranks wait for one another.
 """
 
 from __future__ import annotations
@@ -68,11 +68,15 @@ def kinds(has_experts: bool) -> list[Kind]:
     return [*found, Kind("2 stages", 2, {"pipeline_parallel_size": 2})]
 
 
-def step_ms(engine: Engine, batch: int) -> float:
-    """Median of the steps in which all of `batch` requests decode."""
+def add(engine: Engine, batch: int) -> None:
     params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
     for i in range(batch):
         engine.add(Request(f"r{i}", tuple(range(5 + i, 5 + i + PROMPT)), params))
+
+
+def step_ms(engine: Engine, batch: int) -> float:
+    """Median of the steps in which all of `batch` requests decode."""
+    add(engine, batch)
     times = []
     while engine.has_work():
         began_s = time.perf_counter()
@@ -107,9 +111,13 @@ def exchanged(engine: Engine, kind: Kind, batch: int) -> dict[str, Any]:
         return {}
     group = Group(2, whole_experts="enable_expert_parallel" in kind.options)
     model = engine.model.whole_config
+    add(engine, batch)
+    while sum(len(delta.token_ids) for delta in engine.step()) < batch:
+        pass
     before, steps = engine.stats().ranks, engine.totals.num_steps
     began_s = time.perf_counter()
-    step_ms(engine, batch)
+    while engine.has_work():
+        engine.step()
     took_s = time.perf_counter() - began_s
     after, steps = engine.stats().ranks, engine.totals.num_steps - steps
     return {
