@@ -30,7 +30,7 @@ def exchanged(result: Result) -> str:
             if found:
                 waited = [f"{100 * share:.0f} %" for share in found["waited"]]
                 received = [
-                    fixed(found[which] / 2**10, 1, " KiB") if which in found else ""
+                    fixed(found[which] / 2**10, 1, " KiB") if which in found else "not counted"
                     for which in ("received_bytes", "received_bytes_by_formula")
                 ]
                 rows.append(

@@ -14,16 +14,25 @@ from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.workers.channel import server
 from tests.deployments.ingress.dispatch.test_pool import alone, pool_of, request
 
+LONG = request(3, 1950)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[int]:
+    return alone(model, LONG)
+
 
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_streams_outlast_a_loop_that_stands_still(
-    model: Any, nodes: Any, run: Any, monkeypatch: pytest.MonkeyPatch, is_watched: bool
+    expected: list[int],
+    nodes: Any,
+    run: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_watched: bool,
 ) -> None:
     """The worker's patience is shortened: 1.2 s instead of 10, for a loop that stops for 3 s."""
     monkeypatch.setattr(server, "SILENCE_TICKS", 12)
     node = nodes[0]
-    asked = request(3, 1950)
-    expected = alone(model, asked)
 
     async def scenario() -> tuple[list[int], int]:
         async with pool_of(node) as pool:
@@ -32,7 +41,7 @@ def test_streams_outlast_a_loop_that_stands_still(
             )
             await asyncio.sleep(0.2)
             ids: list[int] = []
-            async with contextlib.aclosing(pool.generate(AdmissionRequest(asked))) as deltas:
+            async with contextlib.aclosing(pool.generate(AdmissionRequest(LONG))) as deltas:
                 async for delta in deltas:
                     if not ids:
                         time.sleep(3.0)
