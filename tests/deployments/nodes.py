@@ -2,8 +2,8 @@
 
 All have the address of this machine, so the ingresses of several nodes share its ports. They have
 the processes of a server's own Ray, and fork those of actors: with Ray's agents, and a Python
-program for each actor, a deployment on two nodes takes half a minute of CPU time. Nodes that the
-commands of users start are in manifests/local_nodes.py.
+program for each actor, these tests take about twice the CPU time. Nodes that the commands of users
+start are in manifests/local_nodes.py.
 """
 
 from __future__ import annotations
