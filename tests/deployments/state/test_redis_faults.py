@@ -67,10 +67,13 @@ def test_a_killed_server_is_noticed_at_once_and_found_again(server):
 def test_no_record_is_lost_or_doubled_over_kills_and_stops(server):
     records: list[bytes] = []
 
+    async def written(num):
+        await eventually(lambda: len(records) >= num)
+
     async def trouble():
-        for num in (11, 22):  # however slowly they are written
+        for num in (11, 22):
             await asyncio.sleep(0.3)
-            await eventually(lambda num=num: len(records) >= num)
+            await written(num)  # however slowly they are
             server.signal(signal.SIGSTOP)
             await asyncio.sleep(1.5)
             server.signal(signal.SIGCONT)
