@@ -70,6 +70,7 @@ RAY_FILES = {
         "several_nodes/test_nodes.py",
         "several_nodes/test_weights_update.py",
         "test_nodes_ingress.py",
+        "test_several_models.py",
         "supervision/test_groups.py",
         "supervision/test_stages.py",
         "supervision/test_group_nodes.py",
@@ -85,6 +86,10 @@ RAY_FILES = {
         "manifests/test_start_commands.py",
     )
 }
+
+# A guard against what hangs, where a test says nothing else: the first one of a file waits for the
+# start of its cluster, too.
+RAY_TIMEOUT_S = 900
 
 # Tests of processes, connections and deadlines have time limits, which a machine that others use,
 # too, may miss. They run once more if they fail; the summary names those that did. Tests of kernels
@@ -103,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not is_cpu and item.get_closest_marker("cpu_only"):
             item.add_marker(pytest.mark.skip(reason="of what only a model on the CPU shows"))
+        if item.path in RAY_FILES and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(RAY_TIMEOUT_S))
         if any(folder in item.path.parents for folder in RERUN_FOLDERS):
             item.add_marker(pytest.mark.flaky(reruns=1))
 

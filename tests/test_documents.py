@@ -52,7 +52,7 @@ def test_readme_curl(live):
     assert indented is not None
     command = on_ports_of(live, re.sub(r"^    ", "", indented[1], flags=re.M))
     answer = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", command], capture_output=True, text=True, timeout=200, check=True
     )
     events = [line[6:] for line in answer.stdout.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"

@@ -12,7 +12,8 @@ each is replaced. Every answer is compared with that of an undisturbed worker: t
 logprobs, tool calls, finish and stop reasons, and counted tokens. At the end no worker may hold a
 block. A call without a seed gets one by its context, as from an ingress with journals.
 
-The guard: a worker is killed only while another one is connected.
+The guard: a worker is killed only while another one is connected, and no call has met two kills
+so far: a request that ended three workers is refused, and a slow machine may be as long about one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from penstock.workers.stats import Histogram
 from penstock.workers.text.tokenizer import Tokenizer
 from penstock.workers.weights.hub import resolve_model
 
+HELD_S = 30.0
+MOST_KILLS = 2  # of workers, while one call runs
+
 
 class ExactHistogram(Histogram):
     """One that also keeps each value."""
@@ -66,6 +70,7 @@ class Run:
     num_kills: int = 0
     num_stops: int = 0
     num_calls: int = 0
+    kills_met: dict[int, int] = field(default_factory=dict)  # by the call of each caller
     differing: list[int] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     by_feature: Counter[str] = field(default_factory=Counter)
@@ -108,13 +113,21 @@ async def main_async(options: argparse.Namespace) -> dict[str, Any]:
     stopping.set()
     await asyncio.gather(*callers)
     seconds = time.monotonic() - began_s
-    await asyncio.sleep(1.0)
-    stats = [worker.stats() for worker in run.workers]
-    num_held = sum(each.num_live_blocks for each in stats)
+    num_held = await _num_held(run)
     await pool.close()
     for worker in run.workers:
         worker.kill()
     return _results(run, seconds, num_held)
+
+
+async def _num_held(run: Run) -> int:
+    """Blocks that workers hold at the end. Those of the last answers go within HELD_S."""
+    until_s = time.monotonic() + HELD_S
+    while True:
+        await asyncio.sleep(1.0)
+        num_held = sum(worker.stats().num_live_blocks for worker in run.workers)
+        if not num_held or time.monotonic() > until_s:
+            return num_held
 
 
 async def _call_forever(
@@ -126,12 +139,15 @@ async def _call_forever(
         feature, call, num_choices = make_call(number)
         run.num_calls += 1
         run.by_feature[feature] += 1
+        run.kills_met[seed] = 0
         try:
             got = await answer(run.core, call, num_choices)
         except ServiceError as error:
             run.lost[error.code] += 1
             print(f"call {number} ({feature}) ended with {error.code}", flush=True)
             continue
+        finally:
+            del run.kills_met[seed]
         if got != run.expected[number]:
             run.differing.append(number)
             print(
@@ -143,7 +159,7 @@ async def _kill_at_random(run: Run, options: argparse.Namespace) -> None:
     rng = random.Random(options.seed)
     while run.num_kills < options.kills:
         await asyncio.sleep(rng.expovariate(1.0 / options.every_s))
-        while run.pool.num_connected < 2:
+        while run.pool.num_connected < 2 or max(run.kills_met.values(), default=0) >= MOST_KILLS:
             await asyncio.sleep(0.01)
         index = rng.randrange(len(run.workers))
         victim = run.workers[index]
@@ -151,6 +167,7 @@ async def _kill_at_random(run: Run, options: argparse.Namespace) -> None:
             run.num_stops += 1
             victim.send(signal.SIGSTOP)
             await asyncio.sleep(rng.uniform(0.0, 7.0))
+        run.kills_met = {caller: num + 1 for caller, num in run.kills_met.items()}
         await asyncio.to_thread(victim.kill)
         run.num_kills += 1
         run.workers[index] = await asyncio.to_thread(WorkerProcess)

@@ -56,7 +56,7 @@ def run(*command: str | Path) -> str:
     # pip may fetch over TLS, and then needs the system's authorities.
     variables = {name: value for name, value in os.environ.items() if name != "SSL_CERT_FILE"}
     done = subprocess.run(
-        list(map(str, command)), env=variables, capture_output=True, text=True, timeout=280
+        list(map(str, command)), env=variables, capture_output=True, text=True, timeout=560
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -20,7 +20,7 @@ NUM = 24  # prompts, and requests at once
 NUM_CLIENTS = 4  # during an update
 PAUSE_S = 0.6  # of a client between two: the replicas that start need the CPUs, too
 UPDATE_S = 240.0
-LISTED_S = 10.0  # after its last heartbeat the registry lists a replica for 3 s
+LISTED_S = 30.0  # after its last heartbeat the registry lists a replica for 3 s
 Ended = tuple[int, list[int], Any]  # number of the prompt, ids, and the error if there was one
 
 

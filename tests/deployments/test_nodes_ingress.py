@@ -70,7 +70,7 @@ async def answered(config: ServeConfig) -> list[list[int]]:
     return [ids for ids, _ in got]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_ingress_starts_on_a_node_that_joins_and_the_first_one_serves_without_it(
     cluster, config, ray_nodes, first
 ):

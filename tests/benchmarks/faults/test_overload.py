@@ -6,6 +6,7 @@ import http.server
 import threading
 import time
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.faults.overload import Phase, about, arrivals, health, recovery_
 from benchmarks.faults.watch import HEALTH_PATHS, PROBE_TIMEOUT_S, health_probe, largest
 from penstock.deployments.bench.figures import Chunk, Outcome
 from penstock.deployments.bench.load import Job
+from tests.deployments.waiting import eventually
 
 
 def outcome(sent_s: float, ttft_s: float, error: str | None = None) -> Outcome:
@@ -61,8 +63,10 @@ class Slow(http.server.BaseHTTPRequestHandler):
     """/ready says 503, and after 50 ms."""
 
     protocol_version = "HTTP/1.1"
+    num_live: ClassVar[int] = 0  # requests for /live, the last path of a round
 
     def do_GET(self) -> None:
+        Slow.num_live += self.path == "/live"
         if self.path == "/ready":
             time.sleep(0.05)
         self.send_response(503 if self.path == "/ready" else 200)
@@ -83,9 +87,9 @@ def port() -> Iterator[int]:
 
 
 def test_health_is_probed_from_another_process(port: int) -> None:
-    began_s = time.monotonic()
+    began_s, num_before = time.monotonic(), Slow.num_live
     with health_probe({"": port}, 0.05) as probes:
-        time.sleep(1.0)
+        eventually(lambda: Slow.num_live - num_before >= 3)
         assert not probes
     found = health(probes, Phase("calm", 1.0, began_s, time.monotonic(), []))
     assert set(found) == set(HEALTH_PATHS)

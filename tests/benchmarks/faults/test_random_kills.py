@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+import pytest
+
 from benchmarks.faults.random_kills import main_async
 from benchmarks.faults.workload import FEATURES, make_call, make_fields
 
 NUM_CALLS = len(FEATURES)
 
 
+@pytest.mark.timeout(900)  # a machine that is ten times slower than it is alone takes half of that
 def test_kills_cost_no_answer_and_no_block() -> None:
     options = argparse.Namespace(
         kills=4, every_s=0.4, stop_share=0.0, workers=2, callers=4, calls=NUM_CALLS, seed=1

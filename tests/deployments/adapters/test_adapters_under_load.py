@@ -183,6 +183,9 @@ def test_a_new_worker_has_the_adapters_that_were_loaded(cluster, config, folders
 
 async def _lose_a_worker(cluster, config, folders, wanted):
     caller = Caller(config)
+    for name in ("extra", "late"):  # of attempts before this one
+        await caller.change("unload", lora_name=name)
+    await asyncio.to_thread(await_view, cluster, lambda view: len(view.workers) == 2, 120)
     loaded = await caller.change("load", lora_name="late", lora_path=str(folders["three"]))
     assert loaded.status_code == 200, loaded.text
     before = await asyncio.to_thread(cluster.view)

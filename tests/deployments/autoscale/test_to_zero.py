@@ -30,6 +30,7 @@ def config() -> ServeConfig:
         num_workers="0:1",
         app_name="penstock-zero",
         drain_s=30.0,
+        gate_answer_ms=20_000.0,  # a machine that stands still takes no request past the gate
         scale_down_after_s=1.0,
         scale_to_zero_after_s=3.0,
     )
@@ -41,7 +42,7 @@ def cluster(config: ServeConfig) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.timeout(600)  # processes start three times
+@pytest.mark.timeout(900)  # processes start three times
 def test_requests_wait_for_a_worker_and_after_it_was_given_back_for_the_next(cluster, config):
     url = f"http://127.0.0.1:{config.http_port}"
 
@@ -56,20 +57,20 @@ def test_requests_wait_for_a_worker_and_after_it_was_given_back_for_the_next(clu
     def queue() -> dict[str, Any]:
         return dict(httpx.get(f"{url}/v1/penstock/queue", timeout=30).json())
 
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while httpx.get(f"{url}/ready", timeout=30).status_code != 200:  # the gate is connected
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
-    answers = []
+    answers, num_fallback = [], queue()["num_fallback"]
     for _ in range(2):
         # Idle for three times as long as the worker took to start, which is long on a busy machine.
         await_view(cluster, lambda view: not view.workers, 240)
         assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
         answers.append(asyncio.run(round()))
-        assert len(cluster.view().workers) == 1
+        await_view(cluster, lambda view: len(view.workers) == 1, 60)
     for each in answers:
         *streams, (status, _) = each
         assert status == 200
         assert [(len(ids), error) for ids, error in streams] == [(40, None)] * 6
     assert answers[0] == answers[1]
-    assert queue()["num_fallback"] == 0
+    assert queue()["num_fallback"] == num_fallback  # not 0, where an attempt before had some

@@ -18,7 +18,7 @@ from tests.deployments.batch.stopping import stop_outside_its_lock
 from tests.deployments.ports import free_port
 from tests.deployments.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)  # each start of a server loads torch
+pytestmark = pytest.mark.timeout(900)  # each start of a server loads torch
 NUM_LINES = 600
 
 

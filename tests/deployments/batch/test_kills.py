@@ -18,9 +18,10 @@ import pytest
 
 from tests.deployments.batch.processes.engine_server import EngineServer
 from tests.deployments.batch.requests import check_complete, write_input
+from tests.deployments.batch.stopping import stop_outside_its_lock
 from tests.deployments.ports import free_port
 
-pytestmark = pytest.mark.timeout(600)  # each start of a server loads torch
+pytestmark = pytest.mark.timeout(900)  # each start of a server loads torch
 BATCH = [sys.executable, "-m", "penstock.deployments.cli", "batch"]
 QUICK = [sys.executable, "-m", "tests.deployments.batch.processes.quick_lease", "batch"]
 NUM_LINES = 120
@@ -168,7 +169,7 @@ def test_a_runner_that_is_stopped_is_replaced_and_writes_nothing_when_it_continu
         while num_records(output) < 20:
             assert first.poll() is None
             time.sleep(0.002)
-        first.send_signal(signal.SIGSTOP)
+        stop_outside_its_lock(first.send_signal, output.with_name(f"{output.name}.state"))
         num_done = num_records(output)
         second = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
         while num_records(output) <= num_done:

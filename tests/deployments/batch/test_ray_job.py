@@ -24,7 +24,7 @@ from tests.deployments.batch.processes.engine_server import EngineServer
 from tests.deployments.batch.requests import check_complete, write_input
 from tests.deployments.ports import free_port
 
-pytestmark = pytest.mark.timeout(600)  # each start of a server loads torch
+pytestmark = pytest.mark.timeout(900)  # each start of a server loads torch
 NUM_LINES = 1000
 RAY = Path(sys.executable).with_name("ray")
 BATCH = [sys.executable, "-m", "penstock.deployments.cli", "batch"]

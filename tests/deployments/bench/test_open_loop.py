@@ -227,7 +227,7 @@ def test_the_loop_is_open():
     """Requests go out while none is answered; a closed loop would wait for ever."""
 
     async def run() -> list[str | None]:
-        outcomes = await run_load(WaitingTarget(8), calls_of(8, gap_s=0.002), timeout_s=20)
+        outcomes = await run_load(WaitingTarget(8), calls_of(8, gap_s=0.002), timeout_s=60)
         return [each.error for each in outcomes]
 
     assert asyncio.run(run()) == [None] * 8
@@ -236,7 +236,7 @@ def test_the_loop_is_open():
 def test_max_concurrency_is_kept_and_timeouts_are_reported():
     async def run() -> None:
         target = WaitingTarget(3)
-        outcomes = await run_load(target, calls_of(10), max_concurrency=3, timeout_s=20)
+        outcomes = await run_load(target, calls_of(10), max_concurrency=3, timeout_s=60)
         assert target.most_under_way == 3
         assert [each.num_output_tokens() for each in outcomes] == [5] * 10
         never = await run_load(WaitingTarget(99), calls_of(2), timeout_s=0.01)
@@ -343,7 +343,7 @@ def test_http_bodies_of_every_form_and_connections_used_again():
             [b"HTTP/1.1 200 OK\r\n\r\nuntil ", b"the end", None],
         ]
         async with RawServer(*answers) as server:
-            connections = HttpConnections(urlsplit(server.url), {}, 5.0, None)
+            connections = HttpConnections(urlsplit(server.url), {}, 60.0, None)
             assert await (await connections.get("/")).read() == b"abc0123456789"
             assert await (await connections.post_json("/", b"{}")).read() == b"hello"
             assert server.num_connections == 1
@@ -371,7 +371,7 @@ def test_http_bodies_of_every_form_and_connections_used_again():
 def test_http_that_breaks_off_is_an_error(answer):
     async def run() -> None:
         async with RawServer(answer) as server:
-            connections = HttpConnections(urlsplit(server.url), {}, 5.0, None)
+            connections = HttpConnections(urlsplit(server.url), {}, 60.0, None)
             try:
                 await (await connections.get("/")).read()
             finally:

@@ -88,7 +88,7 @@ class Served:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, text: str, within_s: float = 200) -> float:
+    def wait_for(self, text: str, within_s: float = 600) -> float:
         """Seconds from the start until `text` is printed. Fails if it never is."""
         while text not in self.output:
             assert self.process.poll() is None, self.output

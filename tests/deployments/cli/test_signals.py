@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BEGIN = """
 import sys, time
 from penstock.deployments.cli import signals
-signals.PATIENCE_S = 0.3
+signals.PATIENCE_S = {patience_s}
 made = signals.Signals(lambda: print("gave up", flush=True), unwinds={unwinds})
 """
 # In a destructor an exception is printed, and lost.
@@ -45,10 +45,12 @@ print("saw", made.num_seen, flush=True)
 """
 
 
-def run(program: str, *numbers: int, unwinds: bool = False) -> tuple[int, list[str], str]:
+def run(
+    program: str, *numbers: int, unwinds: bool = False, patience_s: float = 0.3
+) -> tuple[int, list[str], str]:
     """Status, lines and errors of a process that gets these signals, each after a line of it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN.format(unwinds=unwinds) + program],
+        [sys.executable, "-c", BEGIN.format(unwinds=unwinds, patience_s=patience_s) + program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -74,8 +76,9 @@ def test_a_start_ends_at_once_and_prints_nothing_wherever_it_is(number: int) -> 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_start_that_has_to_clean_up_does_it_in_the_main_thread(number: int) -> None:
-    then = "sys.exit(3)"
-    assert run(UNWINDS.format(then=then), number, unwinds=True) == (3, ["busy", "cleaned up"], "")
+    program = UNWINDS.format(then="sys.exit(3)")
+    ended = run(program, number, unwinds=True, patience_s=60.0)
+    assert ended == (3, ["busy", "cleaned up"], "")
     status, lines, errors = run(UNWINDS.format(then="time.sleep(60)"), number, unwinds=True)
     assert (status, lines[-1], errors) == (130, "gave up", "")  # it took too long
 

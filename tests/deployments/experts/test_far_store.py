@@ -143,7 +143,7 @@ def test_a_worker_without_a_store_on_its_node_gives_the_same_ids(cluster, config
         far = [experts for node, experts in stats.items() if not store_node.startswith(node)]
         return bool(far) and all(each.num_misses > 0 and each.demand_bytes > 0 for each in far)
 
-    view = await_view(cluster, has_far_figures, 30)
+    view = await_view(cluster, has_far_figures, 60)
     assert not any(s.experts is not None and s.experts.num_corrupted for _, s in view.workers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -47,7 +48,8 @@ def ids(deltas: list[Delta]) -> list[int]:
 def far(ray_nodes, request) -> Iterator[ExpertStoreClient]:
     if not ray.is_initialized():
         ray.init(address=ray_nodes.address, log_to_driver=False)
-    name = request.node.name[:30]  # Ray takes a while to free one
+    # Ray takes a while to free one: each attempt of a test has its own.
+    name = f"{request.node.name[:30]}-{secrets.token_hex(3)}"
     spec = StoreSpec(name, "builtin-moe", "fp32", "cpu", "/dev/shm", is_single=True)
     made = ExpertStoreClient(spec)
     yield made
@@ -104,8 +106,8 @@ def test_a_store_that_writes_for_long_is_waited_for(far, monkeypatch):
     deadline_s = time.monotonic() + 60
     while not far._lives():  # its process starts
         assert time.monotonic() < deadline_s
-    monkeypatch.setattr(store_client, "START_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(store_client, "ASK_S", 0.5)
+    monkeypatch.setattr(store_client, "START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(store_client, "ASK_S", 1.0)
     began_s = time.monotonic()
     waiting = [threading.Thread(target=far.manifest) for _ in range(12)]  # more than its threads
     for thread in waiting:

@@ -14,6 +14,7 @@ from penstock.deployments.gate.server import GateServer
 from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.prediction import predictor_file
 from penstock.deployments.prediction.features import Features
+from penstock.deployments.state.factory import open_store
 from penstock.deployments.state.url import redis_options
 from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
 from tests.deployments.state.servers import RedisServer, redis_backend
@@ -116,11 +117,14 @@ def test_the_gate_saves_by_and_by(redis, monkeypatch):
         server = GateServer(setup)
         await server.where(setup)
         await learn(server)
-        await asyncio.sleep(0.5)
+        store = await open_store(backend.options)
+        async with asyncio.timeout(60):
+            while await store.get("predictor/x", budget_s=5.0) is None:
+                await asyncio.sleep(0.02)
+        await store.close()
         await server.close()
 
     asyncio.run(live())
-    assert backend.run(lambda store: store.get("predictor/x", budget_s=5.0)) is not None
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):

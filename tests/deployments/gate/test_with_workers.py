@@ -63,7 +63,7 @@ class House:
 
     async def settle(self) -> None:
         """Until the gate knows all workers, and has handed out passes to them."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(self.client._credits._given) < len(self.nodes):
                 await asyncio.sleep(0.01)
 
@@ -83,7 +83,7 @@ async def house(
     pool = WorkerPool("test", client)
     made = House(list(nodes), gate, pool, client)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             pool.update(node.channel.info for node in nodes)
             while pool.num_connected < len(nodes) or not client.is_connected:
                 await asyncio.sleep(0.01)
@@ -293,7 +293,7 @@ def test_a_fault_in_the_ledger_rebuilds_it_and_loses_no_request(model, node, run
             setattr(broken, where, fault)
             submitted = [request(n, max_tokens=8) for n in range(1, 5)]
             answers = await asyncio.gather(*(collect(made.pool, each) for each in submitted))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while made.gate.service is broken:
                     await asyncio.sleep(0.01)
                 while not made.client.is_connected or not made.gate.service.workers:
@@ -303,7 +303,7 @@ def test_a_fault_in_the_ledger_rebuilds_it_and_loses_no_request(model, node, run
             made.client._credits = NoCredits()
             later = request(9, max_tokens=8)
             answer = await collect(made.pool, later)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while new.counts.admitted == 0:
                     await asyncio.sleep(0.01)
             assert new.counts.admitted >= 1

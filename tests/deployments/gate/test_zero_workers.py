@@ -103,7 +103,7 @@ class Sleeping:
         return all(each.is_draining for each in self.gate.service.gate.ledgers.values())
 
     async def wait_for(self, num_waiting: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.gate.service.num_waiting != num_waiting:
                 await asyncio.sleep(0.01)
 
@@ -115,7 +115,7 @@ async def sleeping(setup: GateSetup = SETUP) -> AsyncIterator[Sleeping]:
     asking = asyncio.ensure_future(client.run())
     pool = WorkerPool("test", client, may_wake=True)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not client.is_connected:
                 await asyncio.sleep(0.01)
         yield Sleeping(gate, client, pool)
@@ -250,7 +250,7 @@ def front_ends(setup: GateSetup) -> Iterator[tuple[Serving, Sleeping]]:
             yield servers, made[0]
         finally:
             closing.set()
-            assert closed.wait(20)
+            assert closed.wait(60)
 
 
 def test_http_and_grpc_wait_for_the_worker_and_both_are_answered(model):

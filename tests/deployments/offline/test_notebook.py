@@ -15,11 +15,11 @@ def test_the_notebook_of_the_guide_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "jupyter", "nbconvert", "--to", "notebook", "--execute"),
-            *("--ExecutePreprocessor.timeout=200", "--output-dir", str(tmp_path), str(NOTEBOOK)),
+            *("--ExecutePreprocessor.timeout=400", "--output-dir", str(tmp_path), str(NOTEBOOK)),
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     cells = nbformat.read(tmp_path / NOTEBOOK.name, as_version=4).cells

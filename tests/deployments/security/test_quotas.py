@@ -350,7 +350,7 @@ def test_tokens_that_were_not_used_go_back_to_all_ingresses(server: RedisServer)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.deployments.clusters import await_view
 from tests.deployments.nodes import nodes_of
 from tests.deployments.rolling import NUM, answer, answers, updated_under_load
 
+ROOM = itertools.count(77)  # for `max_queued`: another one at each attempt of a test
 LONG = 1200  # tokens: streams outlast the seconds after which a killed node's ingress ends
 SHORT = 60
 
@@ -38,11 +40,12 @@ def test_both_nodes_serve(cluster, config):
     assert min(share(view)) >= 4
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_rolling_update_fails_no_request(cluster, config):
     """Another setting restarts all replicas, a few at a time."""
     alone = [ids for ids, _ in answers(config, NUM, 60)]
-    ended = updated_under_load(cluster, config, dataclasses.replace(config, max_queued=77))
+    changed = dataclasses.replace(config, max_queued=next(ROOM))
+    ended = updated_under_load(cluster, config, changed)
     assert len(ended) > 20
     for number, ids, error in ended:
         assert error is None

@@ -92,7 +92,7 @@ def digests(view: ClusterView) -> set[str]:
     return {info.model_digest for info, _ in view.workers}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_each_answer_is_of_the_old_weights_or_of_the_new_and_none_fails(
     cluster, of_first, of_second, folders
 ):
@@ -146,7 +146,7 @@ class Killer:
             time.sleep(0.02)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_what_a_killed_worker_of_the_old_weights_began_is_not_continued_by_the_new(
     cluster, of_first, of_second, folders
 ):

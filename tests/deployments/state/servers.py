@@ -24,7 +24,7 @@ from tests.deployments.ports import free_port
 PAGE = Path(__file__).parents[3] / "docs" / "operations" / "state.md"
 BUDGET = {"budget_s": 5.0}
 PASSWORD = "of-a-test"
-START_S = 10.0
+START_S = 60.0
 
 
 class RedisServer:
@@ -142,12 +142,12 @@ async def until(
         await asyncio.sleep(every_s)
 
 
-async def append_until(store: Store, name: str, is_over: Callable[[], bool]) -> list[bytes]:
-    """Append a record at a time, each repeated until it is acknowledged; returns them."""
-    records: list[bytes] = []
+async def append_until(
+    store: Store, name: str, is_over: Callable[[], bool], records: list[bytes]
+) -> None:
+    """Append a record at a time, each repeated until it is acknowledged, and to `records` then."""
     while not is_over():
         index, record = len(records), b"%d" % len(records)
         call = partial(store.append, name, index, [record], budget_s=0.2)
         await until(call, within_s=30.0, every_s=0.02)
         records.append(record)
-    return records

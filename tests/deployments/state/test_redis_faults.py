@@ -20,6 +20,7 @@ from tests.deployments.state.servers import (
     redis_backend,
     until,
 )
+from tests.deployments.waiting import until as eventually
 
 RECOVERY_S = 2.0
 SLACK_S = 1.5  # of this test's machine, with others on it
@@ -64,9 +65,15 @@ def test_a_killed_server_is_noticed_at_once_and_found_again(server):
 
 
 def test_no_record_is_lost_or_doubled_over_kills_and_stops(server):
+    records: list[bytes] = []
+
+    async def written(num):
+        await eventually(lambda: len(records) >= num)
+
     async def trouble():
-        for _ in range(2):
+        for num in (11, 22):
             await asyncio.sleep(0.3)
+            await written(num)  # however slowly they are
             server.signal(signal.SIGSTOP)
             await asyncio.sleep(1.5)
             server.signal(signal.SIGCONT)
@@ -76,7 +83,7 @@ def test_no_record_is_lost_or_doubled_over_kills_and_stops(server):
 
     async def scenario(store):
         troubled = asyncio.create_task(trouble())
-        records = await append_until(store, "s", troubled.done)
+        await append_until(store, "s", troubled.done, records)
         await troubled
         assert len(records) > 20
         found: list[bytes] = []

@@ -74,7 +74,7 @@ def far_rank(cluster: Cluster) -> psutil.Process:
     return found
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_group_over_two_nodes(two_nodes: Nodes) -> None:
     one, group = config_of(two_nodes, 1), config_of(two_nodes, 2)
     with deployed(one):
@@ -125,7 +125,7 @@ def epochs_of(view: ClusterView) -> list[int]:
     return [stats.experts.epoch for _, stats in view.workers if stats.experts is not None]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_experts_of_a_group_lie_where_its_ranks_are(two_nodes: Nodes, tmp_path: Path) -> None:
     """Each node's store has those of its rank, with copies, and all ranks follow it to another
     epoch."""
@@ -152,7 +152,7 @@ def test_the_experts_of_a_group_lie_where_its_ranks_are(two_nodes: Nodes, tmp_pa
         assert answers(group, NUM, TOKENS) == alone
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_adapters_and_states_of_a_group_over_two_nodes(two_nodes: Nodes, tmp_path: Path) -> None:
     """Each rank has its part. The oracle is transformers, in fp32."""
     base = resolve_model("builtin")

@@ -57,7 +57,7 @@ def lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.timeout(370)  # 280 for three kills, before the fourth
+@pytest.mark.timeout(900)  # 280 for three kills, on a busy machine
 def test_a_rank_that_dies_or_hangs_costs_no_token():
     engine = dataclasses.replace(ENGINE, tensor_parallel_size=2, threads=2, num_blocks=400)
     config = ServeConfig(

@@ -28,7 +28,7 @@ def test_a_stubborn_child_and_its_own_child_end():
     began_s = time.monotonic()
     end([child.pid, grandchild], grace_s=0.3)
     assert time.monotonic() - began_s < 10
-    child.wait(timeout=5)  # killed, as it would not listen
+    child.wait(timeout=60)  # killed, as it would not listen
     assert child.returncode < 0
     assert not is_running(child.pid)
     assert not is_running(grandchild)
@@ -37,7 +37,7 @@ def test_a_stubborn_child_and_its_own_child_end():
 
 def test_a_process_that_ended_but_was_not_waited_for_does_not_run():
     child = subprocess.Popen(["true"])
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while is_running(child.pid) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_running(child.pid)

@@ -35,7 +35,7 @@ def run(command: list[str], interpret: bool) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

@@ -97,7 +97,7 @@ def both(
     )
 
 
-async def until(condition: Callable[[], Any], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.001)

@@ -34,7 +34,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -109,7 +109,7 @@ def test_what_a_reader_missed_comes_in_messages_that_it_takes():
         reader = MessageConnection(
             loop, far, on_message=take, on_end=ended.set_result, max_bytes=MAX_STEP_BYTES
         )
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(400):
             while not (ended.done() or (len(got) == 5 and not outbox.num_pending_bytes)):
                 await asyncio.sleep(0.01)
             while connection.is_stuck and not ended.done():

@@ -13,6 +13,8 @@ import torch
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
 from penstock.workers.channel.codec import request_from, submit_message
 from penstock.workers.config import EngineConfig
+from penstock.workers.engine import engine as engine_module
+from penstock.workers.engine import validation
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
@@ -37,6 +39,26 @@ def request(name: str, remaining_s: float | None = None, max_tokens: int = 8) ->
     return Request(name, PROMPT, params, deadline_s=deadline_s)
 
 
+class Clock:
+    """The `time` of the engine's modules: real, and ahead by as much as a test says."""
+
+    ahead_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (engine_module, validation):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
 def drain(engine: Engine) -> list[Delta]:
     deltas = []
     while engine.has_work():
@@ -57,17 +79,17 @@ def test_what_comes_too_late_is_refused() -> None:
     assert not engine.has_work()
 
 
-def test_what_expires_while_it_waits_is_dropped_unread() -> None:
+def test_what_expires_while_it_waits_is_dropped_unread(clock: Clock) -> None:
     """One slot: the requests after the first wait, the middle one too long."""
     alone = new_engine()
     alone.add(request("a"))
     expected = ids_of(drain(alone), "a")
 
     engine = new_engine(max_num_seqs=1)
-    for each in (request("a"), request("b", remaining_s=0.02), request("c", remaining_s=600)):
+    for each in (request("a"), request("b", remaining_s=100), request("c", remaining_s=600)):
         engine.add(each)
     deltas = engine.step()
-    time.sleep(0.03)
+    clock.ahead_s = 200.0
     deltas += drain(engine)
     assert ids_of(deltas, "a") == ids_of(deltas, "c") == expected
     [delta_of_b] = [delta for delta in deltas if delta.request_id == "b"]
@@ -77,28 +99,26 @@ def test_what_expires_while_it_waits_is_dropped_unread() -> None:
     assert (stats.num_waiting, stats.num_live_blocks, stats.num_finished["error"]) == (0, 0, 1)
 
 
-def test_all_that_waits_may_expire() -> None:
+def test_all_that_waits_may_expire(clock: Clock) -> None:
     """A step that drops everything computes nothing, and still tells."""
     engine = new_engine()
-    engine.add(request("a", remaining_s=0.01))
-    time.sleep(0.02)
+    engine.add(request("a", remaining_s=100))
+    clock.ahead_s = 200.0
     [delta] = engine.step()
     assert delta.error == "deadline_exceeded"
     assert not engine.has_work()
     assert engine.stats().num_prompt_tokens == engine.stats().num_steps == 0
 
 
-def test_what_was_preempted_and_expires_gives_up_its_place() -> None:
+def test_what_was_preempted_and_expires_gives_up_its_place(clock: Clock) -> None:
     """Two sequences in a pool that is too small: the younger one is preempted, then too late."""
     engine = new_engine(num_blocks=20, block_size=4)  # both prompts fit, and no block more
-    late = request("young", remaining_s=0.5)
-    for each in (request("old"), late):
+    for each in (request("old"), request("young", remaining_s=100)):
         engine.add(each)
     deltas = []
     while not engine.stats().num_preemptions:
         deltas += engine.step()
-    while late.deadline_s is not None and time.monotonic() < late.deadline_s:
-        time.sleep(0.01)
+    clock.ahead_s = 200.0
     deltas += drain(engine)
     assert len(ids_of(deltas, "old")) == 8
     assert 0 < len(ids_of(deltas, "young")) < 8
@@ -114,7 +134,7 @@ def test_the_thread_tells_of_both() -> None:
     thread.start()
     last: dict[str, Delta] = {}
     while len([each for each in last.values() if each.finish_reason]) < 2:
-        last |= {delta.request_id: delta for delta in received.get(timeout=20)}
+        last |= {delta.request_id: delta for delta in received.get(timeout=60)}
     thread.stop()
     assert (last["late"].error, last["a"].finish_reason) == (
         "deadline_exceeded",

@@ -13,6 +13,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.thread import EngineThread
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import FinishReason, Request, SamplingParams
+from tests.deployments.waiting import eventually
 from tests.workers.checkpoints import make_checkpoint, random_prompt, reference_greedy
 
 
@@ -53,6 +54,11 @@ def greedy(request_id, prompt, num_new):
     return Request(request_id, tuple(prompt), params)
 
 
+def held_by(thread):
+    stats = thread.stats()
+    return stats.num_live_blocks, stats.num_running, stats.num_waiting
+
+
 def test_many_callers_and_random_cancels(running):
     engine, thread, sink = running
     prompts = [random_prompt(1 + i % 30, i) for i in range(60)]
@@ -73,11 +79,7 @@ def test_many_callers_and_random_cancels(running):
     for each in callers:
         each.join()
     sink.wait(lambda: all(f"r{i}" in sink.last or f"r{i}" in cancelled for i in range(60)))
-    deadline = time.monotonic() + 10
-    while thread.stats().num_live_blocks and time.monotonic() < deadline:
-        time.sleep(0.01)
-    stats = thread.stats()
-    assert (stats.num_live_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    eventually(lambda: held_by(thread) == (0, 0, 0), what="nothing to be held")
     assert cancelled
     folder = make_checkpoint("llama")
     for i in range(60):
@@ -107,7 +109,7 @@ def test_cancel_frees_within_one_step(running):
     num = len(sink.ids["r0"])
     time.sleep(0.1)
     assert len(sink.ids["r0"]) == num
-    assert thread.stats().num_live_blocks == 0
+    eventually(lambda: thread.stats().num_live_blocks == 0, what="no block to be held")
 
 
 def test_a_crash_is_seen(running, monkeypatch):
@@ -118,8 +120,5 @@ def test_a_crash_is_seen(running, monkeypatch):
 
     monkeypatch.setattr(engine.scheduler, "schedule", crash)
     thread.submit(greedy("r0", [3], 1))
-    deadline = time.monotonic() + 10
-    while thread.alive and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not thread.alive
+    eventually(lambda: not thread.alive, what="the thread to end")
     assert thread.stalled_s >= 0

@@ -150,7 +150,7 @@ while engine.has_work():
 print(len(engine.executor.replay._recorded), "torch._dynamo" in sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=250
     )
     num_recorded, is_imported = done.stdout.split()
     assert int(num_recorded) > 0, "no step was recorded"

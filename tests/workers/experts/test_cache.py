@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from penstock.workers.experts.expert_file import CorruptedExpert, ExpertFile
 from penstock.workers.experts.layouts import NeuronLayout
 from penstock.workers.experts.writer import write_expert_file
 from tests.workers.checkpoints import make_checkpoint
+from tests.workers.experts.held_link import hold_link
 from tests.workers.experts.moe_cases import NUM_EXPERTS, NUM_LAYERS, experts_of, flip, poison
 
 FP32, BF16, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
@@ -77,7 +79,7 @@ def visit(cache: ExpertCache, layer: int, needed: Sequence[int]) -> list[int]:
 
 
 def wait_for(what) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not what():
         assert time.monotonic() < deadline_s, "it never came"
         time.sleep(0.001)
@@ -182,9 +184,10 @@ def test_what_is_there_comes_first():
     cache.close()
 
 
-def test_demand_overtakes_prefetch():
+def test_demand_overtakes_prefetch(monkeypatch):
     """On a slow link: of a prefetch under way no more than a chunk goes before what is needed."""
     inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
+    hold_link(monkeypatch, lambda number: number != 1 or cache.copier._demands)
     cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.6)  # an expert in 0.6 s
     cache.prefetch(1, [0, 1, 2])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
@@ -195,8 +198,9 @@ def test_demand_overtakes_prefetch():
     cache.close()
 
 
-def test_a_stale_prefetch_is_dropped_and_what_came_of_it_used():
+def test_a_stale_prefetch_is_dropped_and_what_came_of_it_used(monkeypatch):
     inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
+    hold_link(monkeypatch, lambda number: number != 1 or cache.copier._demands)
     cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.1)
     cache.prefetch(1, [0, 1, 2])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
@@ -210,8 +214,9 @@ def test_a_stale_prefetch_is_dropped_and_what_came_of_it_used():
     assert cache.table.get((1, 2)) is None
 
 
-def test_a_prefetch_that_is_needed_is_waited_for():
+def test_a_prefetch_that_is_needed_is_waited_for(monkeypatch):
     inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
+    hold_link(monkeypatch, lambda number: number != 1 or cache.copier._demands)
     cache = make_cache(6, bytes_per_s=inner * row_bytes / 0.1)
     cache.prefetch(1, [0])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
@@ -221,8 +226,10 @@ def test_a_prefetch_that_is_needed_is_waited_for():
     assert link.demand_bytes and link.demand_bytes + link.prefetch_bytes == inner * row_bytes
 
 
-def test_nothing_is_evicted_for_a_prefetch_while_the_link_is_busy():
+def test_nothing_is_evicted_for_a_prefetch_while_the_link_is_busy(monkeypatch):
     inner, row_bytes = shared_expert_file().manifest.inner, shared_expert_file().manifest.row_bytes
+    num_chunks, is_seen = 3 * inner * row_bytes // CHUNK, threading.Event()
+    hold_link(monkeypatch, lambda number: number < num_chunks or is_seen.is_set())
     cache = make_cache(3, bytes_per_s=inner * row_bytes / 0.1)
     for expert in (0, 1):
         visit(cache, 0, [expert])
@@ -232,6 +239,7 @@ def test_nothing_is_evicted_for_a_prefetch_while_the_link_is_busy():
     assert cache.counts.num_prefetched == 1, "one at a time"
     slot = cache.table.get((0, 1))
     assert slot is not None and slot.holds(), "only the older one gave way"
+    is_seen.set()
     cache.close()
 
 

@@ -20,6 +20,7 @@ from penstock.workers.experts.neurons.places import MAX_USES
 from penstock.workers.experts.neurons.pool import NeuronPool
 from penstock.workers.experts.writer import write_expert_file
 from tests.workers.checkpoints import make_checkpoint
+from tests.workers.experts.held_link import hold_link
 from tests.workers.experts.moe_cases import NUM_EXPERTS, NUM_LAYERS, experts_of, flip, poison
 from tests.workers.experts.test_cache import (
     CHUNK,
@@ -156,8 +157,9 @@ def test_a_prefetched_neuron_is_not_asked_for_again():
     cache.close()
 
 
-def test_a_prefetch_under_way_is_continued_with_what_is_needed():
+def test_a_prefetch_under_way_is_continued_with_what_is_needed(monkeypatch):
     size = shared_expert_file().manifest.row_bytes
+    hold_link(monkeypatch, lambda number: number != 1 or cache.copier._demands)
     cache, pool = make_cache(INNER, bytes_per_s=INNER * size / 0.2)
     pool.prefetch(1, [(0, np.arange(INNER))])
     wait_for(lambda: cache.copier.counts.prefetch_bytes)
@@ -168,13 +170,15 @@ def test_a_prefetch_under_way_is_continued_with_what_is_needed():
     cache.close()
 
 
-def test_a_part_is_used_while_the_next_one_comes():
+def test_a_part_is_used_while_the_next_one_comes(monkeypatch):
     """Of two experts of which nothing is there: no part waits for rows of a later one."""
     size = shared_expert_file().manifest.row_bytes
+    came: list[tuple[int, int, int]] = []
+    # The last of eight chunks of a part comes once the part before the last one has been used.
+    hold_link(monkeypatch, lambda number: len(came) >= (number + 1) // 8 - 1)
     cache, pool = make_cache(2 * INNER, bytes_per_s=2 * INNER * size / 0.4)
     rows = np.arange(INNER)
     parts = {0: np.array_split(rows[::-1], 2), 1: np.array_split(rows, 2)}
-    came = []
     for expert, part, _ in pool.visit(1, parts):
         came.append((expert, part, int(sum(pool.experts[1, e].has.sum() for e in (0, 1)))))
     assert [each[:2] for each in came] == [(0, 0), (0, 1), (1, 0), (1, 1)]

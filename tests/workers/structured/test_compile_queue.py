@@ -38,7 +38,7 @@ class SlowTokenizer:
         self.go = threading.Event()
 
     def __call__(self) -> str:
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         return tokenizer().to_json()
 
 
@@ -55,7 +55,7 @@ def test_a_request_cancelled_while_it_waits_is_never_heard_of() -> None:
     intake.cancel("b")
     intake.cancel("d")
     slow.go.set()
-    assert {done.get(timeout=30).request.request_id for _ in range(2)} == {"a", "c"}
+    assert {done.get(timeout=60).request.request_id for _ in range(2)} == {"a", "c"}
     intake.close()
     assert done.empty()
 
@@ -65,7 +65,7 @@ def test_the_line_is_bounded() -> None:
     intake = GrammarCompileQueue(new_compiler(slow), done.put)
     for i in range(MAX_WAITING + 1):
         intake.submit(request(str(i)))
-    refusal = done.get(timeout=30).refusal
+    refusal = done.get(timeout=60).refusal
     assert refusal is not None and refusal.code == "overloaded"
     for i in range(MAX_WAITING):
         intake.cancel(str(i))
@@ -83,7 +83,7 @@ class MessageSink:
 
     def until_end(self, name: str) -> Delta:
         while True:
-            delta = self.deltas.get(timeout=30)
+            delta = self.deltas.get(timeout=60)
             if delta.request_id == name and delta.finish_reason is not None:
                 return delta
 
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_cannot_be_used_is_said_so() -> None:
     done = queue.SimpleQueue[CompiledRequest]()
     intake = GrammarCompileQueue(new_compiler(lambda: '{"no": "tokenizer"}'), done.put)
     intake.submit(request("a"))
-    refusal = done.get(timeout=30).refusal
+    refusal = done.get(timeout=60).refusal
     intake.close()
     assert refusal is not None
     assert (refusal.code, refusal.param) == ("unsupported_parameter", "p")
@@ -143,13 +143,13 @@ def test_tenants_take_turns_and_one_has_a_bound(monkeypatch: pytest.MonkeyPatch)
     for number in range(MAX_WAITING_OF_TENANT):
         intake.submit(of_tenant(f"a{number}", b"a" * 16))
     intake.submit(of_tenant("too much", b"a" * 16))
-    refused = done.get(timeout=30)
+    refused = done.get(timeout=60)
     assert refused.request.request_id == "too much"
     assert refused.refusal is not None and refused.refusal.code == "overloaded"
     for number in range(2):
         intake.submit(of_tenant(f"b{number}", b"b" * 16))
     intake.submit(request("c0"))
     slow.go.set()
-    order = [done.get(timeout=30).request.request_id for _ in range(8)]
+    order = [done.get(timeout=60).request.request_id for _ in range(8)]
     assert order == ["first", "a0", "b0", "c0", "a1", "b1", "a2", "a3"]
     intake.close()

@@ -98,9 +98,9 @@ def test_statistics_of_all_ranks(tmp_path):
     try:
         run(group)
         assert group.model.routed is not None
-        own, until_s = group.model.routed.stats(), time.monotonic() + 10.0
+        own, until_s = group.model.routed.stats(), time.monotonic() + 60.0
         while uses_of(found := group.stats().experts) <= uses_of(own):
-            assert time.monotonic() < until_s, f"after ten seconds: {found}"
+            assert time.monotonic() < until_s, f"after a minute: {found}"
             time.sleep(0.05)
         assert found is not None and found.num_experts == num_experts > own.num_experts
         assert found.slot_bytes == own.slot_bytes and found.num_slots > own.num_slots

@@ -128,7 +128,7 @@ run(engine)
 (child,) = psutil.Process().children()
 print(child.pid, flush=True)
 if sys.argv[2] == "idle":
-    time.sleep(60)
+    time.sleep(200)
 while True:
     run(engine)
 """
@@ -143,7 +143,7 @@ def test_a_far_rank_that_ends_takes_the_worker_with_it(state):
     try:
         assert leader.stdout is not None
         psutil.Process(int(leader.stdout.readline())).kill()
-        assert leader.wait(30) == EXIT_STATUS
+        assert leader.wait(100) == EXIT_STATUS
     finally:
         leader.kill()
         leader.wait()
@@ -158,7 +158,7 @@ def test_a_rank_ends_with_the_first_one():
     rank = psutil.Process(int(leader.stdout.readline()))
     leader.kill()
     leader.wait()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s, "an orphan"
         time.sleep(0.1)

@@ -163,7 +163,7 @@ def test_two_ranks_serve_what_one_process_has_no_memory_for(tmp_path):
     found = [
         subprocess.run(
             [sys.executable, "-c", LIMITED, str(folder), str(ranks)],
-            cwd=Path(__file__).parents[4], capture_output=True, timeout=100, check=False, text=True,
+            cwd=Path(__file__).parents[4], capture_output=True, timeout=200, check=False, text=True,
         )
         for ranks in (1, 2)
     ]  # fmt: skip

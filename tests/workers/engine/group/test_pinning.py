@@ -80,7 +80,7 @@ def test_ranks_of_two_nodes(tmp_path):
         json.loads(
             subprocess.run(
                 each, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=True,
-                timeout=100,
+                timeout=200,
             ).stdout.splitlines()[-1]
         )
         for each in (there, command)
