@@ -185,6 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope["http_version"] == "1.0":
             self.cycle.__class__ = _ForHttp10  # its task has not begun
+            self.cycle.waiting_for_100_continue = False  # it would take that for the answer
 
     def on_message_complete(self) -> None:
         self._is_in_head = self._has_ended = True  # what follows is the next one

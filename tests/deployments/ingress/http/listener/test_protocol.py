@@ -338,13 +338,16 @@ def test_an_answer_of_unknown_length_ends_with_the_connection_of_an_http_1_0_cli
 
 
 def test_a_length_that_is_known_is_told_to_an_http_1_0_client_too():
+    """And it is not told to go on, whatever it expects (RFC 9110, 10.1.1)."""
+
     async def scenario() -> bytes:
         async with serving() as served:
             peer = await peer_of(served)
-            await peer.send(b"GET /known HTTP/1.0\r\n\r\n")
+            await peer.send(b"GET /known HTTP/1.0\r\nexpect: 100-continue\r\n\r\n")
             return await asyncio.wait_for(peer.reader.read(-1), 30)
 
     head, _, body = asyncio.run(scenario()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
     assert b"content-length: 7" in head and b"transfer-encoding" not in head
     assert body == b"0 bytes"
 
