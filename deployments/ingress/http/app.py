@@ -72,11 +72,12 @@ EXPOSED_HEADERS = (
         for what in ("limit", "remaining", "reset")
     ),
 )
-# Paths of other servers' APIs that clients may call though their neighbours are served, and what to
-# do instead.
+# Paths that other servers have, and what to do instead where this one has not.
 _NOT_SERVED = {
     f"{RESPONSES_PATH}/compact": "this server compacts no conversations: leave out what the next "
     "request does not need, or have the model write a summary",
+    "/metrics": "metrics have a port of their own, metrics_port; with the setting api_metrics they "
+    "are here, too",
 }
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
@@ -263,7 +264,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     path = ascii(request.scope["path"][:100])
     near = difflib.get_close_matches(request.scope["path"][:100], _paths(request), n=1, cutoff=0.8)
     message = f"there is no path {path}" + (f"; did you mean {near[0]}?" if near else "")
-    if (why := _NOT_SERVED.get(request.scope["path"])) is not None:
+    why = _NOT_SERVED.get(request.scope["path"])
+    if why is not None and request.scope["path"] not in _paths(request):
         raise RequestError(f"there is no path {path}: {why}", code="not_found")
     if code == "method_not_allowed":
         message = f"{path} does not accept {request.method[:20]}"
