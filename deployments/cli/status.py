@@ -6,7 +6,7 @@ Nodes, replicas, the autoscaler's decisions and batches; and the requests that w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.deployments.cli.server import HttpServer, ServerError, connect_http
@@ -80,11 +80,16 @@ def _nodes(status: dict[str, Any]) -> list[str]:
     for each in status["nodes"]:
         name = each["node"] + (" (head)" if each["is_head"] else "")
         counts = [
-            str(sum(replica["node"] == each["node"] for replica in status[kind]))
-            for kind in ("workers", "ingresses")
+            str(sum(replica["node"] == each["node"] for replica in replicas))
+            for replicas in (_present(status["workers"]), status["ingresses"])
         ]
         rows.append((name, f"{each['num_cpus']:g}", f"{each['num_gpus']:g}", *counts))
     return aligned(rows)
+
+
+def _present(workers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those that were lost; servers of earlier releases do not say which."""
+    return [each for each in workers if not each.get("is_lost")]
 
 
 def _workers(status: dict[str, Any]) -> list[str]:
@@ -95,7 +100,8 @@ def _workers(status: dict[str, Any]) -> list[str]:
     for each in status["workers"]:
         of = (each["model"],) if has_several else ()
         used = 100 * each["num_live_blocks"] / max(each["num_blocks"], 1)
-        state = "draining" if each["is_draining"] else "serves"
+        state = "lost" if each.get("is_lost") else "serves"
+        state = "draining" if each["is_draining"] else state
         counts = (str(each["num_running"]), str(each["num_waiting"]))
         preempted = str(each["num_preemptions"])
         rows.append((each["id"], *of, each["node"], state, *counts, f"{used:.0f} %", preempted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -27,6 +27,7 @@ _RETRIES = {
     "maxBackoff": "1s",
     "retryableStatusCodes": ["CANCELLED", "UNAVAILABLE"],
 }
+_SCHEMES = ("http://", "https://", "grpc://", "grpcs://")  # gRPC has others, as dns: and unix:
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _CONFIG = {"methodConfig": [{"name": [{"service": _SERVICE}], "retryPolicy": _RETRIES}]}
 
@@ -73,13 +74,19 @@ class BaseClient(ABC):
         credentials: grpc.ChannelCredentials | None = None,
         resume_s: float = 60.0,
     ):
-        """`model` "" is the first one served. `timeout_s` is the deadline of each call, which the
-        server keeps, too. `resume_s`: longest wait for a stream to go on after its connection was
-        lost, where the server keeps journals; 0: none goes on.
+        """`target`: host:port of the gRPC API. `model` "" is the first one served. `timeout_s` is
+        the deadline of each call, which the server keeps, too. `resume_s`: longest wait for a
+        stream to go on after its connection was lost, where the server keeps journals; 0: none
+        goes on.
 
         TLS: `ca_file` (PEM) names the CAs of the server, `cert_file` and `key_file` the certificate
         for a server that asks for one; or `credentials`, which are taken as they are. Raises
-        ValueError for files that cannot be used."""
+        ValueError for files that cannot be used, and for a URL."""
+        if target.startswith(_SCHEMES):
+            raise ValueError(
+                "target is host:port of the server's gRPC API, as 127.0.0.1:8001, and no URL: "
+                + target
+            )
         if credentials is None and (ca_file or cert_file or key_file):
             credentials = ClientTls(ca_file, cert_file, key_file).credentials()
         self._model = model
@@ -114,11 +121,13 @@ class BaseClient(ABC):
 
     def _embed(
         self,
-        inputs: Sequence[Prompt],
+        inputs: str | Sequence[Prompt],
         dimensions: int | None,
         normalize: bool,
         add_special_tokens: bool,
     ) -> pb.EmbedRequest:
+        if isinstance(inputs, str):  # not each of its characters
+            inputs = [inputs]
         return pb.EmbedRequest(
             model=self._model,
             inputs=[
@@ -133,6 +142,8 @@ class BaseClient(ABC):
         )
 
     def _chat(self, messages: Sequence[Message], name: str, sampling: Sampling) -> pb.ChatRequest:
+        if isinstance(messages, str | Mapping):
+            raise TypeError('messages is a list, as [{"role": "user", "content": "Hello"}]')
         return pb.ChatRequest(
             model=self._model,
             messages=[message_of(message) for message in messages],

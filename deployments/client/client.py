@@ -122,14 +122,14 @@ class Client(BaseClient):
 
     def embed(
         self,
-        inputs: Sequence[Prompt],
+        inputs: str | Sequence[Prompt],
         *,
         dimensions: int | None = None,
         normalize: bool = True,
         add_special_tokens: bool = True,
     ) -> list[list[float]]:
-        """The vector of each text, or list of token ids, in their order; its length is 1 with
-        `normalize`. `dimensions`: how many numbers of it are kept; None: all."""
+        """The vector of each text, or list of token ids, in their order, also of a text alone; its
+        length is 1 with `normalize`. `dimensions`: how many numbers of it are kept; None: all."""
         request = self._embed(inputs, dimensions, normalize, add_special_tokens)
         return [list(each.values) for each in self._unary(self._stub.Embed, request).embeddings]
 
@@ -260,7 +260,7 @@ class AsyncClient(BaseClient):
 
     async def embed(
         self,
-        inputs: Sequence[Prompt],
+        inputs: str | Sequence[Prompt],
         *,
         dimensions: int | None = None,
         normalize: bool = True,

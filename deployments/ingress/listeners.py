@@ -185,6 +185,7 @@ async def open_listeners(
             {each.config.model_name: each.config.engine.adapter_folders for each in models},
             has_key=any(each.config.key for each in models),
         ),
+        has_lost=lambda epoch: any(each.pool.has_lost(epoch) for each in models),
     )
     http = _http_server(config, app, core, connections, certificates)
     listener = _listen(config.host, config.http_port)

@@ -320,6 +320,7 @@ class Serving:
             journals=self.journals,
             workers=workers,
             view=getattr(self.backend, "view", None),
+            has_lost=getattr(self.backend, "has_lost", None),
             data_dir=self._data_dir,
             hosts=self._hosts,
             origins=self._origins,

@@ -94,6 +94,10 @@ class WorkerPool:
     def num_connected(self) -> int:
         return self._workers.num_connected
 
+    def has_lost(self, epoch: int) -> bool:
+        """Whether the worker of that epoch was connected, and is not any more."""
+        return self._workers.has_lost(epoch)
+
     def beat(self) -> None:
         """Send a heartbeat to each worker; from any thread, while the event loop is late."""
         for link in list(self._links.values()):

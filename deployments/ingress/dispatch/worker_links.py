@@ -112,6 +112,11 @@ class WorkerLinks:
         link = self.by_epoch.get(epoch)
         return link is not None and link.is_connected
 
+    def has_lost(self, epoch: int) -> bool:
+        """Whether the worker of that epoch was connected, and is not any more."""
+        link = self.by_epoch.get(epoch)
+        return link is not None and link.was_connected and not link.is_connected
+
     def usable(self, call: InFlightRequest | None = None) -> list[WorkerLink]:
         """Those that take requests; of these, those that are listed, and have their experts, if
         any is and has. Of other weights than `call` has begun with, none."""

@@ -47,7 +47,12 @@ from penstock.deployments.ingress.http.static import (
 )
 from penstock.deployments.ingress.http.status import adapters as adapter_routes
 from penstock.deployments.ingress.http.status.adapters import LoraControl, add_adapter_routes
-from penstock.deployments.ingress.http.status.cluster import View, Workers, add_status_route
+from penstock.deployments.ingress.http.status.cluster import (
+    HasLost,
+    View,
+    Workers,
+    add_status_route,
+)
 from penstock.deployments.ingress.http.status.experts import ReloadStores, add_reload_route
 from penstock.deployments.ingress.http.status.queue import add_queue_route
 from penstock.deployments.ingress.http.status.request import add_request_route
@@ -67,6 +72,13 @@ EXPOSED_HEADERS = (
         for what in ("limit", "remaining", "reset")
     ),
 )
+# Paths that other servers have, and what to do instead where this one has not.
+_NOT_SERVED = {
+    f"{RESPONSES_PATH}/compact": "this server compacts no conversations: leave out what the next "
+    "request does not need, or have the model write a summary",
+    "/metrics": "metrics have a port of their own, metrics_port; with the setting api_metrics they "
+    "are here, too",
+}
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -88,6 +100,7 @@ def build_app(
     fields: FieldPolicy | None = None,
     reload_stores: ReloadStores | None = None,
     adapters: LoraControl | None = None,
+    has_lost: HasLost | None = None,
 ) -> FastAPI:
     """The ASGI app over `core`, for uvicorn or `serve.ingress`.
 
@@ -102,7 +115,8 @@ def build_app(
     them, from any thread; None: there is no /metrics, /ping or /load.
     `fields`: what is done with fields of bodies that are not served; None: they are refused.
     `reload_stores`: has the expert stores read their experts again; None: there are
-    none. `adapters`: has workers load and drop LoRA adapters; None: none can.
+    none. `adapters`: has workers load and drop LoRA adapters; None: none can. `has_lost`: as for
+    add_status_route.
     """
     calls = None if journals is None else JournalledCalls(journals)
     jobs, keys, fields = jobs or JobBoard(), keys or ApiKeys(), fields or FieldPolicy()
@@ -149,7 +163,9 @@ def build_app(
     add_model_routes(app, core, workers)
     add_console_routes(app)
     add_job_route(app, jobs)
-    add_status_route(app, core, workers, view, jobs, has_batches=data_dir is not None)
+    add_status_route(
+        app, core, workers, view, jobs, has_batches=data_dir is not None, has_lost=has_lost
+    )
     if gates is None:
         gates = {} if gate is None else {core.models()[0].name: gate}
     add_queue_route(app, core, gates, admission)
@@ -248,6 +264,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     path = ascii(request.scope["path"][:100])
     near = difflib.get_close_matches(request.scope["path"][:100], _paths(request), n=1, cutoff=0.8)
     message = f"there is no path {path}" + (f"; did you mean {near[0]}?" if near else "")
+    why = _NOT_SERVED.get(request.scope["path"])
+    if why is not None and request.scope["path"] not in _paths(request):
+        raise RequestError(f"there is no path {path}: {why}", code="not_found")
     if code == "method_not_allowed":
         message = f"{path} does not accept {request.method[:20]}"
         allowed = ", ".join(sorted(_methods_of(request)))

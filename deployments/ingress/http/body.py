@@ -277,8 +277,8 @@ def _as_request_error(error: ValidationError) -> RequestError:
     problems = _problems(error)
     # Of a union, one problem per alternative: that of an object inside, if one was meant, and else
     # all of them.
-    top = len(_path(problems[0]["loc"]))
-    inside = [each for each in problems if "." in _path(each["loc"])[top:]]
+    top = len(_path(problems[0]["loc"], with_kinds=True))
+    inside = [each for each in problems if "." in _path(each["loc"], with_kinds=True)[top:]]
     first = (inside or problems)[0]
     where = _path(first["loc"])
     same = [each["msg"] for each in problems if _path(each["loc"]) == where]
@@ -293,12 +293,28 @@ def _as_request_error(error: ValidationError) -> RequestError:
     )
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """messages[0].content for ('messages', 0, 'content', 'list[TextPart]')."""
+def _path(location: tuple[int | str, ...], *, with_kinds: bool = False) -> str:
+    """messages[0].content for ('messages', 0, 'content', 'list[TextPart]').
+
+    `with_kinds`: what pydantic calls an alternative of a union, such as NamedTool, is a step, too.
+    """
     path = ""
     for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "int", "bool", "float"):
+            continue
+        is_name = step.isidentifier() and step not in ("str", "int", "bool", "float")
+        if is_name and (with_kinds or not _is_kind(step)):
             path += f".{step}" if path else step
     return ascii(path)[1:-1][:200]
+
+
+def _is_kind(step: str) -> bool:
+    """Whether it is the name of a part of a body, and not that of a field."""
+    kinds = [Strict] if step[:1].isupper() else []
+    while kinds:
+        kind = kinds.pop()
+        if kind.__name__ == step:
+            return True
+        kinds += kind.__subclasses__()
+    return False

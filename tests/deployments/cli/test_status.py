@@ -31,6 +31,22 @@ def test_nodes_workers_and_decisions_of_a_live_server(capsys, tmp_path):
     assert "4 requests wait at the gate: penstock queue says why" in lines
 
 
+def test_a_killed_worker_is_listed_as_lost_beside_the_one_that_replaces_it(capsys, tmp_path):
+    class WithOneKilled(ClusterBackend):
+        def has_lost(self, epoch):
+            return epoch == self.alive[0][0].epoch
+
+    backend = WithOneKilled([5])
+    killed, new = worker(1, EngineStats(), node="b"), worker(2, EngineStats(), node="b")
+    backend.alive = (killed, new)  # the registry lists it until its reports are missed
+    with Serving(backend, data_dir=tmp_path) as servers:
+        assert cli.main(["status", "--url", servers.base_url]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["00000001", "b", "lost"] in [line[:3] for line in lines]
+    assert ["00000002", "b", "serves"] in [line[:3] for line in lines]
+    assert ["b", "8", "1", "1", "1"] in lines, "the node has one worker"
+
+
 def test_of_several_models_each_worker_says_which_it_has(capsys, tmp_path):
     backend = ClusterBackend([5])
     first, stats = worker(1, EngineStats(), node="b")

@@ -55,6 +55,23 @@ def test_streams_are_the_whole_answer_in_pieces(client):
     assert cut.text == whole.text[: whole.text.index(stop)]
 
 
+def test_a_text_alone_has_one_vector_as_over_http(client):
+    alone, (vector,) = client.embed("The river"), client.embed(["The river"])
+    assert alone == [vector]
+
+
+@pytest.mark.parametrize("messages", ["Hello", {"role": "user", "content": "Hello"}])
+def test_what_is_no_list_of_messages_is_refused_in_words(client, messages):
+    with pytest.raises(TypeError, match="messages is a list"):
+        next(client.chat(messages))
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_url_in_place_of_an_address_is_refused_at_once(kind):
+    with pytest.raises(ValueError, match="host:port of the server's gRPC API"):
+        kind("http://127.0.0.1:8001")
+
+
 def test_everything_else(client):
     ids = client.tokenize("naïve 水门")
     assert ids == tokenizer().encode("naïve 水门")

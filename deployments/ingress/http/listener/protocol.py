@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from penstock.deployments.ingress.core.bounds.connections import Connections
 from penstock.deployments.ingress.core.errors import CATALOGUE
@@ -38,6 +42,21 @@ class HttpLimits:
 
 class _Refused(Exception):
     """Raised in a callback of the parser, which ends the parsing."""
+
+
+class _ForHttp10(RequestResponseCycle):
+    """An answer to a client of HTTP/1.0, which knows no chunks: without a content-length it ends
+    with the connection, which uvicorn closes after each answer to such a client."""
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            if b"content-length" not in names:
+                self.chunked_encoding = False  # decided here, where uvicorn would choose chunks
+                self._ends_with_connection = True
+        elif getattr(self, "_ends_with_connection", False):
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -164,6 +183,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_looked_s = self.loop.time()
         self._arm(self._limits.body_gap_s, self._body_is_late)
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _ForHttp10  # its task has not begun
+            self.cycle.waiting_for_100_continue = False  # it would take that for the answer
 
     def on_message_complete(self) -> None:
         self._is_in_head = self._has_ended = True  # what follows is the next one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -91,8 +90,10 @@ class ResponseBuilder:
         for each in self._outputs:
             if each.is_call:
                 call_id, name = each.call["call_id"], each.call["name"]
-                with contextlib.suppress(RequestError):  # no JSON at all is no call
+                try:
                     calls.append(earlier_call(call_id, name, each.text, "arguments"))
+                except RequestError:  # no JSON at all; the client may answer the call all the same
+                    calls.append(earlier_call(call_id, name, "", "arguments"))
         rest = {"tool_calls": calls, "reasoning_content": self._text_of("reasoning")}
         answer = {"role": "assistant", "content": self.text}
         return answer | {name: value for name, value in rest.items() if value}

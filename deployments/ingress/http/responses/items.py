@@ -86,10 +86,15 @@ _OF_HOSTED_TOOLS = frozenset(
 def known_items(items: Sequence[Any], left_out: IgnoredFields) -> list[Any]:
     """The items, without what is ignored. Raises RequestError for what is not served."""
     known = []
+    calls_left_out: set[str] = set()
     for i, item in enumerate(items):
         kind = item.get("type") if isinstance(item, dict) else None
+        call_id = str(item.get("call_id")) if isinstance(item, dict) else ""
         if left_out.ignores_unknown and isinstance(kind, str) and kind in _OF_HOSTED_TOOLS:
             left_out.add(f"input.{kind}")
+            calls_left_out.add(call_id)
+        elif kind == "function_call_output" and call_id in calls_left_out:
+            left_out.add(f"input.{kind}")  # as some clients answer a call of a fixed tool
         else:
             known.append(_known_item(f"input[{i}]", item, left_out))
     return known
@@ -113,14 +118,25 @@ def _known_item(path: str, item: Any, left_out: IgnoredFields) -> Any:
     return validated_at(path, model, kept, left_out)
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
+def messages_of(items: Sequence[Item], before: Iterable[Message] = ()) -> list[Message]:
     """Items as messages: what the assistant thought, said and called in a row is one of them.
 
-    Raises RequestError for arguments of a call that are no JSON.
+    `before`: the conversation that they go on from. Raises RequestError for arguments of a call
+    that are no JSON, and for an output of a call that is not there.
     """
     messages: list[Message] = []
+    called = {call["id"] for message in before for call in message.get("tool_calls") or ()}
     turn: dict[str, Any] | None = None  # of the assistant, which goes on
     for i, item in enumerate(items):
+        if isinstance(item, FunctionCallItem):
+            called.add(item.call_id)
+        elif isinstance(item, FunctionOutputItem) and item.call_id not in called:
+            shown = ascii(item.call_id[:100])[1:-1]
+            raise RequestError(  # begins as OpenAI's message does
+                f"No tool call found for function call output with call_id {shown}: the call comes "
+                "before its output, in input or in the response of previous_response_id",
+                param="input",
+            )
         is_own = isinstance(item, FunctionCallItem | ReasoningItem)
         if not is_own and not (isinstance(item, InputItem) and item.role == "assistant"):
             turn = None

@@ -215,10 +215,13 @@ class ResponsesRequest(Strict):
         )
 
     def messages(self, before: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The conversation without the instructions, which no later response inherits."""
+        """The conversation without the instructions, which no later response inherits.
+
+        Raises RequestError for items that cannot go on from `before`.
+        """
         if isinstance(self.input, str):
             return (*before, {"role": "user", "content": self.input})
-        return (*before, *messages_of(self.input))
+        return (*before, *messages_of(self.input, before))
 
     def prompt(self, messages: tuple[Message, ...]) -> ChatPrompt:
         if self.instructions:

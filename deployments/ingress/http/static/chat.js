@@ -72,6 +72,11 @@ export class Chat {
     $("message").focus();
   }
 
+  // What was wrong is mended, or may be: the words about it would mislead.
+  forgetProblem() {
+    this.#showProblem(null);
+  }
+
   async send() {
     const text = $("message").value;
     if (this.isBusy || !text.trim() || !this.#settingsAreValid()) return;

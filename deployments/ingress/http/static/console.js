@@ -9,6 +9,8 @@ const WIDE = window.matchMedia("(min-width: 60rem)");
 const TYPING_MS = 500;
 
 const showState = (state, words) => {
+  // What went wrong before is over: there is a valid key now, or the server answers again.
+  if (state === "ready" && $("state").dataset.state !== "ready") chat.forgetProblem();
   $("state").dataset.state = state;
   if ($("state").textContent !== words) $("state").textContent = words;
 };
@@ -50,7 +52,7 @@ const onStatus = (status, problem) => {
 
 $("key").value = key.get();
 const live = new LivePanel(onStatus);
-new Chat({
+const chat = new Chat({
   onProblem: (problem) => {
     if (problem.status === 401) askForKey();
   },
@@ -63,6 +65,7 @@ $("key").addEventListener("input", () => {
 });
 $("parameters").addEventListener("submit", (event) => event.preventDefault());
 $("parameters").addEventListener("input", showSummary);
+$("parameters").addEventListener("change", () => chat.forgetProblem());
 $("settings").open = WIDE.matches;
 showSummary();
 live.wake();

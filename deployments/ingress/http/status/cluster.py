@@ -22,6 +22,7 @@ from penstock.workers.stats import EngineStats, ExpertStats, WorkerInfo, worker_
 
 Workers = Callable[[], Iterable[tuple[WorkerInfo, EngineStats]]]
 View = Callable[[], ClusterView]
+HasLost = Callable[[int], bool]  # by the epoch of a worker
 
 
 class NodeStatus(BaseModel):
@@ -39,6 +40,7 @@ class WorkerStatus(BaseModel):
     id: str  # of one epoch of a worker; a restarted worker has another, and new totals
     node: str  # empty where there is no cluster
     is_draining: bool  # it finishes its requests and takes no new ones
+    is_lost: bool  # its connection with this ingress has ended: it has, too, or is out of reach
     model: str
     num_running: int
     num_waiting: int
@@ -100,8 +102,10 @@ def add_status_route(
     jobs: JobBoard,
     *,
     has_batches: bool,
+    has_lost: HasLost | None = None,
 ) -> None:
-    """`workers`: by their last heartbeats. `view`: the registry's; None: no cluster."""
+    """`workers`: by their last heartbeats. `view`: the registry's; None: no cluster. `has_lost`:
+    whether this ingress has lost the connection with a worker; None: it has none to lose."""
     refusals: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody} for status in (401, 403)
     }
@@ -119,7 +123,10 @@ def add_status_route(
                 for model in core.models()
                 for name in model.names
             ],
-            workers=[_worker_status(info, stats) for info, stats in alive],
+            workers=[
+                _worker_status(info, stats, has_lost is not None and has_lost(info.epoch))
+                for info, stats in alive
+            ],
             nodes=[NodeStatus(**asdict(each)) for each in seen.nodes],
             ingresses=[_ingress_status(each) for each in seen.ingresses],
             scaling=[_scale_status(each) for each in seen.scaling],
@@ -130,11 +137,12 @@ def add_status_route(
         )
 
 
-def _worker_status(info: WorkerInfo, stats: EngineStats) -> WorkerStatus:
+def _worker_status(info: WorkerInfo, stats: EngineStats, is_lost: bool) -> WorkerStatus:
     return WorkerStatus(
         id=worker_name(info.epoch),
         node=info.node,
         is_draining=info.is_draining,
+        is_lost=is_lost,
         model=info.model,
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,

@@ -367,6 +367,19 @@ def test_a_worker_that_replaces_a_lost_one_is_waited_for(model, nodes, run):
     assert (ids, last.finish_reason) == (alone(model, request(1)), FinishReason.LENGTH)
 
 
+def test_a_worker_is_lost_once_its_connection_has_ended_though_it_is_listed(nodes, run):
+    async def scenario():
+        async with pool_of(*nodes) as pool:
+            epochs = [node.channel.info.epoch for node in nodes]
+            before = [pool.has_lost(epoch) for epoch in (*epochs, 12345)]
+            nodes[0].channel.stop()
+            await until(lambda: pool.num_connected == 1, 60)
+            pool.update([node.channel.info for node in nodes])  # its reports are not missed yet
+            return before, [pool.has_lost(epoch) for epoch in epochs]
+
+    assert run(scenario()) == ([False] * 3, [True, False])
+
+
 def test_a_worker_that_is_being_connected_to_is_waited_for(model, nodes, run):
     """The registry lists it, and no other takes requests."""
 

@@ -31,6 +31,8 @@ COMPLETION = {"prompt": "Hello", "max_tokens": 4}
 def test_without_the_option_they_do_not_exist() -> None:
     with scripted([5], FinishReason.STOP) as (_, plain):
         assert [plain.get(path).status_code for path in PATHS] == [404] * 3
+        message = plain.get("/metrics").json()["error"]["message"]
+        assert "metrics_port" in message and "api_metrics" in message
 
 
 def test_keys_need_the_role_metrics_and_probes_need_none() -> None:

@@ -348,6 +348,7 @@ BAD_VALUES = {
     "tool_choice": ("required", "invalid_value", "needs tools"),
     "guided_regex": ("[", "invalid_value", "unclosed"),
     "n": (True, "invalid_value", "valid integer"),
+    "response_format": ("json", "invalid_value", "valid dictionary"),
 }
 
 
@@ -361,6 +362,21 @@ def test_parameters_are_refused_by_name(raw, name):
     assert error.param == name or name.startswith("\x1b")
     assert words in error.message
     assert "\x1b" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("choice", "param", "words"),
+    [
+        ("all", "tool_choice", "'required' or: Input should be a valid dictionary"),
+        ({"type": "tool"}, "tool_choice.type", "'function'"),
+        ({"type": "function"}, "tool_choice.function", "required"),
+    ],
+)
+def test_a_wrong_value_of_several_kinds_is_named_as_the_client_wrote_it(raw, choice, param, words):
+    """And not by what this server calls the kinds."""
+    error = ErrorBody.model_validate(post(raw, tool_choice=choice).json()).error
+    assert error.param == param
+    assert error.message.startswith(f"{param}: ") and words in error.message
 
 
 def test_unsupported_parameters_may_be_sent_where_they_change_nothing(raw):

@@ -396,6 +396,7 @@ def test_a_bad_key_and_other_refusals_are_shown_in_words(opened):
 
         set_fields(page, API_key=KEY)
         assert state(page, "ready") == "ready"
+        assert page.is_hidden("#problem")  # it is mended
         page.focus("#message")
         page.keyboard.press("Enter")
         assert answer_of(page)
@@ -406,6 +407,11 @@ def test_a_bad_key_and_other_refusals_are_shown_in_words(opened):
         page.wait_for_selector("#problem")
         problem = page.text_content("#problem")
         assert "too long for this model" in problem and "512 tokens" in problem
+        page.focus("#max_tokens")
+        page.keyboard.type("0")
+        assert page.is_visible("#problem")  # while its advice is followed
+        page.keyboard.press("Tab")
+        assert page.is_hidden("#problem")
         set_fields(page, Temperature=9)  # what the form itself refuses is not sent
         page.focus("#message")
         page.keyboard.press("Enter")

@@ -32,7 +32,7 @@ class Served:
 
 async def _app(served: Served, scope: Any, receive: Any, send: Any) -> None:
     """Reads the body, and answers with its size; /big: with 64 MB; /early: before the body; /slow:
-    after a second."""
+    after a second; /known: with a content-length."""
     num_bytes = 0
     while scope["path"] != "/early":
         message = await receive()
@@ -44,11 +44,13 @@ async def _app(served: Served, scope: Any, receive: Any, send: Any) -> None:
     served.bodies.append(num_bytes)
     if scope["path"] == "/slow":
         await asyncio.sleep(1.0)
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+    text = b"%d bytes" % num_bytes
+    headers = [(b"content-length", b"%d" % len(text))] if scope["path"] == "/known" else []
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     if scope["path"] == "/big":
         for _ in range(64):
             await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
-    await send({"type": "http.response.body", "body": b"%d bytes" % num_bytes})
+    await send({"type": "http.response.body", "body": text})
 
 
 @contextlib.asynccontextmanager
@@ -316,6 +318,38 @@ def test_many_pipelined_requests_are_refused_and_a_few_answered_in_order():
             assert served.errors["invalid_http"] == 1 and len(served.bodies) < 20
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/", "/big"])
+def test_an_answer_of_unknown_length_ends_with_the_connection_of_an_http_1_0_client(path):
+    """Which knows no chunks (RFC 9112, 6.3 and 7.1)."""
+
+    async def scenario() -> bytes:
+        async with serving() as served:
+            peer = await peer_of(served)
+            await peer.send(b"GET %b HTTP/1.0\r\nconnection: keep-alive\r\n\r\n" % path.encode())
+            return await asyncio.wait_for(peer.reader.read(-1), 30)
+
+    head, _, body = asyncio.run(scenario()).partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    assert not any(line.startswith(b"transfer-encoding") for line in lines)
+    assert b"connection: close" in lines
+    assert body == b"x" * (2**26 if path == "/big" else 0) + b"0 bytes"
+
+
+def test_a_length_that_is_known_is_told_to_an_http_1_0_client_too():
+    """And it is not told to go on, whatever it expects (RFC 9110, 10.1.1)."""
+
+    async def scenario() -> bytes:
+        async with serving() as served:
+            peer = await peer_of(served)
+            await peer.send(b"GET /known HTTP/1.0\r\nexpect: 100-continue\r\n\r\n")
+            return await asyncio.wait_for(peer.reader.read(-1), 30)
+
+    head, _, body = asyncio.run(scenario()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"content-length: 7" in head and b"transfer-encoding" not in head
+    assert body == b"0 bytes"
 
 
 def test_idle_connections_make_room_for_new_ones():

@@ -102,6 +102,21 @@ def test_tools_of_a_server_are_left_out_but_not_chosen() -> None:
                 )
 
 
+def test_a_call_of_a_tool_of_a_server_is_left_out_with_its_output() -> None:
+    """Some clients answer a call of a fixed tool as one of a function."""
+    call = {"type": "local_shell_call", "call_id": "c", "action": {"type": "exec"}}
+    output = {"type": "function_call_output", "call_id": "c", "output": "total 0"}
+    asked = {"role": "user", "content": "List."}
+    with server_of("Ja.") as server, official(server) as client:
+        raw = client.responses.with_raw_response.create(
+            model="builtin", input=[asked, call, output]
+        )
+        assert raw.headers["x-penstock-ignored-fields"] == (
+            "input.local_shell_call, input.function_call_output"
+        )
+        assert "total 0" not in prompt_of(server)
+
+
 @pytest.mark.parametrize(
     ("namespace", "name"),
     [(None, "look"), ("", "look"), ("mcp__docs", "mcp__docs__look"), ("a_", "a_look")],

@@ -412,6 +412,15 @@ def test_refusals(raw, changed, code, param):
     assert answer.status_code == (404 if code.endswith("not_found") else 400)
 
 
+def test_a_neighbouring_path_of_openai_that_is_not_served_says_so(raw):
+    """It is no response, whose DELETE and GET a client could try instead."""
+    answer = raw.post(f"{RESPONSES}/compact", json={"model": MODEL, "input": "a"})
+    error = ErrorBody.model_validate(answer.json()).error
+    assert (answer.status_code, error.code) == (404, "not_found")
+    assert "compacts no conversations" in error.message
+    assert "allow" not in answer.headers
+
+
 def test_a_refused_method_names_all_that_are_taken(raw):
     answer = raw.put(f"{RESPONSES}/resp_0", json={})
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET, HEAD")

@@ -186,6 +186,39 @@ def test_a_call_that_was_cut_off_stays_with_what_there_is_of_it() -> None:
     assert by_id.count("get_weather") == 2 and "cut off" in by_id
 
 
+def test_an_output_without_its_call_is_refused() -> None:
+    output = {"type": "function_call_output", "call_id": "call_lost", "output": "12 degrees"}
+    call = {"type": "function_call", "call_id": "call_lost", "name": "f", "arguments": "{}"}
+    with scripted(CALL) as server, official(server) as client:
+        first = respond(server, tools=[WEATHER])
+        for ask in (
+            lambda **body: respond(server, **body),
+            lambda **body: client.responses.input_tokens.count(model=MODEL, **body),
+        ):
+            for body in (
+                {"input": [output]},
+                {"input": [output], "previous_response_id": first.id},
+                {"input": [output, call]},
+            ):
+                with pytest.raises(openai.BadRequestError, match="call_id call_lost") as refused:
+                    ask(**body)
+                assert refused.value.param == "input"
+                assert "No tool call found for function call output" in refused.value.message
+            ask(input=[call, output])
+            known = {**output, "call_id": first.output[0].call_id}
+            ask(input=[known], previous_response_id=first.id)
+
+
+def test_a_call_whose_arguments_are_no_json_can_be_answered() -> None:
+    with scripted(CALL.replace('{"city": "Köln", "days": 1}', "{nonsense}")) as server:
+        first = respond(server, tools=[WEATHER])
+        [item] = first.output
+        assert (item.type, item.arguments) == ("function_call", "{nonsense}")
+        result = {"type": "function_call_output", "call_id": item.call_id, "output": "no JSON"}
+        respond(server, tools=[WEATHER], input=[result], previous_response_id=first.id)
+        assert '"name": "get_weather", "arguments": {}' in prompt_of(server)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_an_item(stream: bool) -> None:
     with scripted("<think>\nThe mill?\n</think>\n\nThe penstock.", marks=PUBLISHED[0]) as server:
