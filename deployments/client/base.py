@@ -84,7 +84,7 @@ class BaseClient(ABC):
         ValueError for files that cannot be used, and for a URL."""
         if target.startswith(_SCHEMES):
             raise ValueError(
-                "target is host:port of the server's gRPC API, as 127.0.0.1:8001, and no URL: "
+                "target is host:port of the server's gRPC API, such as 127.0.0.1:8001, not a URL: "
                 + target
             )
         if credentials is None and (ca_file or cert_file or key_file):
