@@ -24,7 +24,7 @@ from tests.deployments.ports import free_port
 PAGE = Path(__file__).parents[3] / "docs" / "operations" / "state.md"
 BUDGET = {"budget_s": 5.0}
 PASSWORD = "of-a-test"
-START_S = 10.0
+START_S = 60.0
 
 
 class RedisServer:
