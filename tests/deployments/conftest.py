@@ -36,7 +36,8 @@ async def _cancel_the_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for each in others:
         each.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if others:
+        await asyncio.wait(others, timeout=20)
 
 
 @pytest.fixture(scope="module")
