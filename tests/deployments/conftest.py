@@ -19,9 +19,25 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Runs coroutines on one event loop."""
+    """Runs coroutines on one event loop. One that fails leaves nothing there: it is run again."""
     with asyncio.Runner() as runner:
-        yield runner.run
+
+        def run_alone(work: Coroutine[Any, Any, Any]) -> Any:
+            try:
+                return runner.run(work)
+            except BaseException:
+                runner.run(_cancel_the_others())
+                raise
+
+        yield run_alone
+
+
+async def _cancel_the_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for each in others:
+        each.cancel()
+    if others:
+        await asyncio.wait(others, timeout=20)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import socket
 import threading
+import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 import grpc
 import httpx
 import numpy as np
+import pytest
 import torch
 import uvicorn
 
@@ -191,6 +193,33 @@ class ScriptedBackend:
             self.num_closed += 1
 
 
+class HeldBackend(ScriptedBackend):
+    """Plays its script once `may_answer` is set. `num_held`: requests that have come."""
+
+    def __init__(self, *script: Step):
+        super().__init__(*script)
+        self.may_answer, self.num_held = threading.Event(), 0
+
+    async def generate(self, admission: AdmissionRequest) -> AsyncIterator[Delta]:
+        self.num_held += 1
+        while not self.may_answer.is_set():
+            await asyncio.sleep(0.01)
+        async with aclosing(super().generate(admission)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield delta
+
+
+def slowed(engine: Engine, patch: pytest.MonkeyPatch, pause_s: float = 0.01) -> None:
+    """Each step takes that much longer: what runs has not ended when a test goes on."""
+    step = engine.step
+
+    def slow_step() -> list[Delta]:
+        time.sleep(pause_s)
+        return step()
+
+    patch.setattr(engine, "step", slow_step)
+
+
 async def generated(core: RequestCore, call: Call) -> AsyncGenerator[TextDelta, None]:
     """The pieces of one call, validated and run."""
     generation = await core.prepare(call)
@@ -282,13 +311,13 @@ class Serving:
 
     def __enter__(self) -> Serving:
         self._thread.start()
-        if not self._started.wait(30):  # no assert: tests run under `python -O`, too
+        if not self._started.wait(120):  # no assert: tests run under `python -O`, too
             raise RuntimeError("the servers did not start")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._http.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the servers did not stop"
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -301,7 +330,7 @@ class Serving:
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the servers' loop and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._serve())

@@ -32,7 +32,14 @@ from penstock.workers.request import FinishReason, Request, SamplingParams
 from tests.deployments.gate.test_controller import ask, certain, gate_with
 from tests.deployments.gate.test_with_workers import Node
 from tests.deployments.ingress.dispatch.peers.scripted_gate import ScriptedGate, serving
-from tests.deployments.serving import MODEL, EngineBackend, Serving, generated, tokenizer
+from tests.deployments.serving import (
+    MODEL,
+    EngineBackend,
+    Serving,
+    generated,
+    slowed,
+    tokenizer,
+)
 from tests.deployments.serving import model as served_model
 from tests.deployments.waiting import until
 
@@ -76,10 +83,10 @@ async def connected(
             client = GateClient("test", where, answer_s=answer_s)
             asking = asyncio.ensure_future(client.run())
             opened.callback(asking.cancel)
-            await until(lambda: client.is_connected, 20)
+            await until(lambda: client.is_connected)
         pool = WorkerPool("test", client, longest_wait_s=longest_wait_s)
         pool.update([node.channel.info])
-        await until(lambda: pool.num_connected == 1, 20)
+        await until(lambda: pool.num_connected == 1)
         yield pool
         await pool.close()
 
@@ -113,7 +120,7 @@ def test_a_gate_that_never_decides(run, node):
             assert await fails(core, within_s=5.0) == "deadline_exceeded"
             assert client.num_waiting == 0
             assert len(gate.offered) == 1
-            await until(lambda: gate.ended == gate.offered, 5.0)  # it frees the place in its queue
+            await until(lambda: gate.ended == gate.offered)  # it frees the place in its queue
 
     run(scenario())
     assert node.engine.stats().num_prompt_tokens == 0
@@ -124,10 +131,13 @@ def test_longest_wait_s_holds_while_the_gate_is_silent(run, node, monkeypatch):
     gate = ScriptedGate()
     gate.queues = False
     monkeypatch.setattr(local_queue, "FURTHER", 0)
+    slowed(node.engine, monkeypatch)
     longest_s = 0.5
 
-    async def ends(pool: WorkerPool, priority: int) -> tuple[str, float, float | None]:
-        core = core_over(pool, node, wait_s=2.0, learner=pool._gate)
+    async def ends(
+        pool: WorkerPool, priority: int, wait_s: float
+    ) -> tuple[str, float, float | None]:
+        core = core_over(pool, node, wait_s=wait_s, learner=pool._gate)
         asked, began_s = replace(call(), options=CallOptions(priority=priority)), time.monotonic()
         with pytest.raises(ServiceError) as raised:
             async for _ in generated(core, asked):
@@ -139,9 +149,9 @@ def test_longest_wait_s_holds_while_the_gate_is_silent(run, node, monkeypatch):
             core = core_over(pool, node, wait_s=60.0, learner=pool._gate)
             running = generated(core, call(1900))
             await anext(running)
-            new, batch = await asyncio.gather(ends(pool, 0), ends(pool, 100))
+            new, batch = await asyncio.gather(ends(pool, 0, 60.0), ends(pool, 100, 2.0))
             assert new[0] == "overloaded" and (new[2] or 0.0) >= 1.0
-            assert longest_s <= new[1] < 1.9
+            assert longest_s <= new[1] < 30.0  # half of what it may wait by itself
             assert batch[0] == "deadline_exceeded" and batch[1] >= 2.0
             await running.aclose()
 
@@ -164,7 +174,7 @@ def test_a_worker_whose_queue_does_not_move(run, node):
             assert await waiting == "deadline_exceeded"
             assert (len(ids), last.finish_reason) == (1000, FinishReason.LENGTH)
             assert node.engine.stats().num_prompt_tokens == before
-            await until(lambda: not node.engine.has_work(), 10.0)
+            await until(lambda: not node.engine.has_work())
             assert node.engine.stats().num_live_blocks == 0
 
     run(scenario())
@@ -173,13 +183,14 @@ def test_a_worker_whose_queue_does_not_move(run, node):
 def test_a_continued_request_may_wait_anew_and_a_preempted_one_is_not_dropped(model):
     engine = Engine(replace(ONE_SLOT, max_num_seqs=2, num_blocks=20, block_size=4), model)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    until_s = time.monotonic() + 0.2
+    until_s = time.monotonic() + 60.0
     for name in ("old", "young"):
         engine.add(Request(name, tuple(range(3, 40)), params, wait_until_s=until_s))
     deltas = []
     while not engine.stats().num_preemptions:
         deltas += engine.step()
-    time.sleep(max(0.0, until_s - time.monotonic()))
+    for sequence in engine._sequences.values():
+        sequence.request = replace(sequence.request, wait_until_s=time.monotonic())
     while engine.has_work():
         deltas += engine.step()
     assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.LENGTH] * 2
@@ -194,19 +205,24 @@ def test_the_wait_travels_as_time_left():
     assert abs((sent(Request("r", (1,), wait_until_s=until_s)) or 0.0) - until_s) < 1.0
 
 
-def test_both_front_ends_say_so():
+def test_both_front_ends_say_so(monkeypatch):
     backend = EngineBackend(Engine(ONE_SLOT, served_model()))
+    slowed(backend.engine, monkeypatch)
     holder = {"prompt": "The sea was", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with (
         Serving(backend, max_model_len=2048, longest_wait_s=WAIT) as started,
-        httpx.Client(base_url=started.base_url, timeout=20) as plain,
+        httpx.Client(base_url=started.base_url, timeout=60) as plain,
         Client(started.grpc_target) as client,
-        plain.stream("POST", "/v1/completions", json=holder) as held,
+        contextlib.ExitStack() as stack,
     ):
+        for _ in range(5):  # where the machine stands still, it waits for too long itself
+            held = stack.enter_context(plain.stream("POST", "/v1/completions", json=holder))
+            if held.status_code == 200:
+                break
         chunks = held.iter_raw()
         next(chunks)
         body = {"prompt": "No one reads", "max_tokens": 4}
-        answer = httpx.post(f"{started.base_url}/v1/completions", json=body, timeout=20)
+        answer = httpx.post(f"{started.base_url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         assert "waited too long" in answer.json()["error"]["message"]

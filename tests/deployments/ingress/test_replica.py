@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.deployments.batch.lease import hold
 from penstock.deployments.client import AsyncClient, ClientError
 from penstock.deployments.config import ServeConfig
+from penstock.deployments.ingress import listeners
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.journal import journals
 from penstock.deployments.ingress.listeners import Listeners, open_listeners
@@ -40,6 +41,12 @@ def node(model: Any) -> Iterator[Node]:
     made.thread.start()
     yield made
     made.stop()
+
+
+@pytest.fixture(autouse=True)
+def _is_idle(node: Node, run: Run) -> None:
+    """The worker of all tests, also after one that has failed."""
+    run(node.is_idle())
 
 
 class Ingress:
@@ -71,18 +78,35 @@ async def opened(node: Node, **settings: Any) -> tuple[Ingress, WorkerPool]:
         grpc_port=free_port(),
     )
     pool = WorkerPool("test")
-    listeners = await open_listeners(config, [IngressModel(config, pool)], ClusterView, "ingress")
+    models = [IngressModel(config, pool)]
+    opened_listeners = await open_listeners(config, models, ClusterView, "ingress")
     pool.update([node.channel.info])
     async with asyncio.timeout(60):
-        while not (pool.ready() and listeners.http.started):
+        while not (pool.ready() and opened_listeners.http.started):
             await asyncio.sleep(0.01)
-    return Ingress(config, listeners, httpx.AsyncClient(timeout=60)), pool
+    return Ingress(config, opened_listeners, httpx.AsyncClient(timeout=60)), pool
+
+
+NOTICE_S = 3.0
+
+
+class Notice:
+    """In place of asyncio in the listeners: the notice lasts until a test ends it."""
+
+    def __init__(self) -> None:
+        self.is_over = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, for_s: float) -> None:
+        await (self.is_over.wait() if for_s == NOTICE_S else asyncio.sleep(for_s))
 
 
 def test_an_ingress_that_stops_is_not_ready_and_still_serves_then_closes_and_finishes(
     node, run, monkeypatch
 ):
-    step, pause_s = node.engine.step, 0.0
+    step, pause_s, notice = node.engine.step, 0.0, Notice()
 
     def slow_step():  # so that the long request outlasts the notice
         time.sleep(pause_s)
@@ -99,16 +123,18 @@ def test_an_ingress_that_stops_is_not_ready_and_still_serves_then_closes_and_fin
         pause_s = 0.03
         long = asyncio.ensure_future(ingress.complete(600))
         await until(lambda: node.thread.stats().num_running)
-        closing = asyncio.ensure_future(ingress.listeners.close(3.0, 60.0))
-        await asyncio.sleep(0.05)
+        monkeypatch.setattr(listeners, "asyncio", notice)
+        closing = asyncio.ensure_future(ingress.listeners.close(NOTICE_S, 60.0))
+        await until(lambda: ingress.listeners.core.is_stopping)
         # A load balancer sees it, and what it still sends is served, on new connections as well.
         refusal = await ingress.new_connection("/ready")
         assert refusal.status_code == 503 and "about to stop" in refusal.text
         assert await ingress.health() == NOT_SERVING
         assert (await ingress.new_connection("/live")).status_code == 200
         assert (await ingress.complete(4)).status_code == 200
+        notice.is_over.set()
         async with asyncio.timeout(60):
-            while True:  # the notice is over
+            while True:
                 try:
                     await ingress.new_connection("/live")
                 except httpx.TransportError:
@@ -131,7 +157,7 @@ def test_an_ingress_that_stops_is_not_ready_and_still_serves_then_closes_and_fin
 def test_without_a_notice_new_connections_are_refused_at_once(node, run):
     async def scenario():
         ingress, pool = await opened(node)
-        async with asyncio.timeout(5):  # nothing runs: it does not last for drain_s
+        async with asyncio.timeout(20):  # nothing runs: it does not last for drain_s
             await ingress.listeners.close(0.0, 30.0)
         with pytest.raises(httpx.TransportError):
             await ingress.new_connection("/live")
@@ -191,7 +217,7 @@ def test_batches_are_handed_over_before_an_ingress_ends(node, run, tmp_path):
         lease = tmp_path / "executor.lease"
         await until(lease.exists)
         await ingress.listeners.close(0.0, 30.0)
-        async with asyncio.timeout(5):  # without waiting for an owner that is silent
+        async with asyncio.timeout(15):  # without waiting for an owner that is silent: 20 s
             async with hold(lease, tmp_path / "executor.lock", waits=False):
                 pass
         await pool.close()
@@ -257,15 +283,15 @@ def test_connections_are_those_of_http_and_the_calls_of_grpc(node, run, monkeypa
     step = node.engine.step
 
     def slow_step():  # so that no stream ends before the client closes it
-        time.sleep(0.02)
+        time.sleep(0.05)
         return step()
 
     monkeypatch.setattr(node.engine, "step", slow_step)
 
     async def scenario():
         ingress, pool = await opened(node)
-        listeners = ingress.listeners
-        assert listeners.num_connections == 0
+        own = ingress.listeners
+        assert own.num_connections == 0
         async with AsyncClient(ingress.target) as client:
 
             async def stream() -> None:
@@ -273,22 +299,22 @@ def test_connections_are_those_of_http_and_the_calls_of_grpc(node, run, monkeypa
                     pass
 
             streams = [asyncio.ensure_future(stream()) for _ in range(5)]
-            await until(lambda: listeners.num_connections == 5)  # over one connection
+            await until(lambda: own.num_connections == 5)  # over one connection
             await ingress.complete(1)  # leaves an idle connection
-            num = listeners.num_connections
+            num = own.num_connections
             for each in streams[:2]:
                 each.cancel()
-            await until(lambda: listeners.num_connections == 4)
+            await until(lambda: own.num_connections == 4)
             for each in streams:
                 each.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
-            await until(lambda: listeners.num_connections == 1)
+            await until(lambda: own.num_connections == 1)
             with pytest.raises(ClientError):  # a refused call is no longer counted either
                 await client.complete([1], max_tokens=-1)
-            await until(lambda: listeners.num_connections == 1)
+            await until(lambda: own.num_connections == 1)
         await ingress.http.aclose()
-        await until(lambda: listeners.num_connections == 0)
-        await listeners.close(0.0, 30.0)
+        await until(lambda: own.num_connections == 0)
+        await own.close(0.0, 30.0)
         await pool.close()
         return num
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,8 @@ from tests.deployments.waiting import until
 
 def test_a_full_queue_refuses_new_requests_and_takes_continued_ones(model, nodes, run, monkeypatch):
     dying, full = nodes
-    step = full.engine.step
-
-    def slow_step() -> Any:
-        time.sleep(0.01)
-        return step()
-
-    monkeypatch.setattr(full.engine, "step", slow_step)
+    for node in nodes:
+        node.slow_down()
     submitted = [request(n, 300, seed=n, temperature=0.8) for n in range(3)]
 
     async def scenario() -> tuple[list[Any], Any, int]:

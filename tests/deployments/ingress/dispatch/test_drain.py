@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.dispatch import worker_links
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.supervision.registry import Registry
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
@@ -110,8 +111,9 @@ def test_without_another_worker_nothing_is_sent_to_one_that_drains(nodes, run):
     assert num_connected == 1  # streams that it has would go on
 
 
-def test_a_request_between_two_workers_waits_for_the_second(model, nodes, run):
+def test_a_request_between_two_workers_waits_for_the_second(model, nodes, run, monkeypatch):
     """A rolling update: the old worker drains before the ingress knows the new one."""
+    monkeypatch.setattr(worker_links, "REPLACED_S", 30.0)
     leaving, joining = nodes
 
     async def scenario():
@@ -143,6 +145,7 @@ def test_the_list_of_the_registry_is_enough(nodes, run):
 def test_a_drain_lasts_until_ingresses_know_and_no_longer_than_it_may(nodes, run, monkeypatch):
     monkeypatch.setattr(worker_file, "DRAIN_NOTICE_S", 0.4)
     first, second = nodes
+    second.slow_down()
     began_s = time.monotonic()
     assert worker_of(first).drain(30.0) == 0  # nothing runs, and a request may be under way
     assert 0.4 <= time.monotonic() - began_s < 5.0

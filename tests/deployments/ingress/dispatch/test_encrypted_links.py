@@ -15,6 +15,7 @@ import pytest
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.security.authority import make_all, renew_all
 from penstock.deployments.security.cluster_links import ClusterCertificate, Role
+from penstock.workers.channel import unproven
 from penstock.workers.channel.encrypted import TlsSource, message_connection
 from penstock.workers.channel.framing import MessageConnection, connected, listening
 from penstock.workers.channel.unproven import MAX_UNPROVEN
@@ -238,7 +239,9 @@ def _binding(pool: WorkerPool) -> bytes:
     return link._messages.binding
 
 
-def test_half_handshakes_keep_no_ingress_out(node, run, folder):
+def test_half_handshakes_keep_no_ingress_out(node, run, folder, monkeypatch):
+    monkeypatch.setattr(unproven, "HELLO_S", 60.0)  # all of them are there at a time
+
     async def scenario() -> FinishReason | None:
         strangers = [await connected(node.channel.info.address) for _ in range(3 * MAX_UNPROVEN)]
         for stranger in strangers:

@@ -16,6 +16,7 @@ import pytest
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.protos.penstock.internal.v1 import channel_pb2 as pb
+from penstock.workers.channel import unproven
 from penstock.workers.channel.framing import HEADER, connected
 from penstock.workers.channel.unproven import MAX_UNPROVEN
 from penstock.workers.request import FinishReason
@@ -220,7 +221,8 @@ def test_a_changed_byte_of_a_proof_is_refused(nodes, run):
     assert run(scenario()) == ["it does not know this worker's token"] * 32
 
 
-def test_strangers_by_the_hundred_keep_no_ingress_out(nodes, run, caplog):
+def test_strangers_by_the_hundred_keep_no_ingress_out(nodes, run, caplog, monkeypatch):
+    monkeypatch.setattr(unproven, "HELLO_S", 60.0)  # all of them are there at a time
     node: Node = nodes[0]
     info = node.channel.info
 

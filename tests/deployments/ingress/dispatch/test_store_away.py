@@ -39,6 +39,7 @@ async def both(pool: WorkerPool, nodes: list[Node]) -> None:
 
 
 def test_its_requests_continue_on_a_worker_that_has_experts(model, nodes, run, store_is_away):
+    nodes[0].slow_down()
     submitted = [request(n, 300, seed=n, temperature=0.8) for n in range(4)]
 
     async def scenario() -> tuple[list[Any], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import struct
-import time
 from functools import partial
 
 import grpc
@@ -20,6 +19,7 @@ from penstock.protos.inference import open_inference_pb2 as pb
 from penstock.protos.inference import open_inference_pb2_grpc
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import MODEL, ScriptedGrpc, reference_ids, tokenizer
+from tests.deployments.waiting import eventually
 
 PROMPTS = ["It was a bright morning, and", "The sea", "Ah, my dear – ü"]
 Code = grpc.StatusCode
@@ -249,18 +249,16 @@ def test_failures_have_a_status_and_leak_nothing():
 
 def test_deadline_and_cancellation():
     with Scripted([5], 60.0) as server:
-        assert refused(lambda: server.stub.ModelInfer(infer(), timeout=0.3))[0] is (
-            Code.DEADLINE_EXCEEDED
-        )
+        while not server.backend.requests:  # where the machine stands still, none comes in time
+            assert refused(lambda: server.stub.ModelInfer(infer(), timeout=0.3))[0] is (
+                Code.DEADLINE_EXCEEDED
+            )
+        eventually(lambda: server.backend.num_closed == len(server.backend.requests))
+        num_before = server.backend.num_closed
         call = server.stub.ModelInfer.future(infer())
-        end = time.monotonic() + 10
-        while len(server.backend.requests) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        eventually(lambda: len(server.backend.requests) > num_before)
         call.cancel()
-        while server.backend.num_closed < 2:
-            assert time.monotonic() < end, "the generation goes on"
-            time.sleep(0.01)
+        eventually(lambda: server.backend.num_closed > num_before, what="the end of the generation")
 
 
 def test_every_method_wants_a_key():

@@ -22,7 +22,7 @@ from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.request import FinishReason
 from tests.deployments.ports import free_port
 from tests.deployments.security.keys import bearer, key_of
-from tests.deployments.serving import ScriptedBackend, Serving, scripted
+from tests.deployments.serving import HeldBackend, Serving, scripted
 
 PATHS = ("/metrics", "/ping", "/load")
 COMPLETION = {"prompt": "Hello", "max_tokens": 4}
@@ -59,6 +59,8 @@ def test_a_ping_says_what_ready_says() -> None:
 
 
 def test_the_load_is_what_is_open() -> None:
+    backend = HeldBackend([5], FinishReason.STOP)
+
     async def scenario(url: str) -> list[int]:
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
             loads = [(await client.get("/load")).json()["server_load"]]
@@ -69,12 +71,12 @@ def test_the_load_is_what_is_open() -> None:
             while (load := (await client.get("/load")).json()["server_load"]) < 3:
                 await asyncio.sleep(0.01)
             loads.append(load)
+            backend.may_answer.set()
             for answer in answers:
                 assert (await answer).status_code == 200
             loads.append((await client.get("/load")).json()["server_load"])
             return loads
 
-    backend = ScriptedBackend(1.0, [5], FinishReason.STOP)
     with Serving(backend, metrics=lambda: b"") as servers:
         assert asyncio.run(scenario(servers.base_url)) == [0, 3, 0]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import time
+
+import httpx
 
 from penstock.deployments.ingress.http import asgi
 from penstock.deployments.ingress.http.events import json_bytes, server_sent
 from penstock.workers.request import FinishReason
-from tests.deployments.serving import scripted
+from tests.deployments.serving import HeldBackend, Serving, scripted
 
 
 def test_json_is_short_and_in_utf8() -> None:
@@ -37,12 +38,16 @@ def test_an_event_is_one_frame() -> None:
 def test_a_stream_that_waits_gets_comments_and_its_events_follow(monkeypatch) -> None:
     monkeypatch.setattr(asgi, "KEEP_ALIVE_S", 0.15)
     body = {"prompt": "x", "max_tokens": 4, "stream": True}
-    with scripted(0.7, [300], [301], FinishReason.LENGTH) as (_, plain):
-        began_s, seen = time.monotonic(), []
-        with plain.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            assert time.monotonic() - began_s < 0.6  # before there is any token
-            seen = [line for line in answer.iter_lines() if line]
+    backend, seen = HeldBackend([300], [301], FinishReason.LENGTH), []
+    with (
+        Serving(backend) as servers,
+        httpx.stream("POST", f"{servers.base_url}/v1/completions", json=body, timeout=60) as answer,
+    ):
+        assert answer.status_code == 200  # before there is any token
+        for line in answer.iter_lines():
+            seen += [line] if line else []
+            if len(seen) == 2:
+                backend.may_answer.set()
     comments = [line for line in seen if line.startswith(":")]
     events = [line for line in seen if line.startswith("data: ")]
     assert len(comments) >= 2 and seen[: len(comments)] == comments
@@ -62,8 +67,15 @@ def test_a_stream_with_events_gets_no_comment_and_an_early_failure_keeps_its_sta
 def test_a_failure_after_a_comment_is_an_event(monkeypatch) -> None:
     monkeypatch.setattr(asgi, "KEEP_ALIVE_S", 0.1)
     body = {"prompt": "x", "max_tokens": 4, "stream": True}
-    with scripted(0.35, "no_worker") as (_, plain):
-        answer = plain.post("/v1/completions", json=body)
+    backend, text = HeldBackend("no_worker"), ""
+    with (
+        Serving(backend) as servers,
+        httpx.stream("POST", f"{servers.base_url}/v1/completions", json=body, timeout=60) as answer,
+    ):
+        for piece in answer.iter_text():
+            text += piece
+            if text.count(asgi.COMMENT.decode()) >= 2:
+                backend.may_answer.set()
     assert answer.status_code == 200
-    comments, _, event = answer.text.rpartition(asgi.COMMENT.decode())
+    comments, _, event = text.rpartition(asgi.COMMENT.decode())
     assert comments.count(asgi.COMMENT.decode()) >= 1 and '"code":"no_worker"' in event

@@ -204,7 +204,7 @@ def test_status_tells_what_workers_announced(serving):
         body = {"prompt": "The river", "max_tokens": 7, "temperature": 0}
         before = Status.model_validate(plain.get(STATUS).json())
         usage = plain.post("/v1/completions", json=body).json()["usage"]
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while True:
             now = Status.model_validate(plain.get(STATUS).json())
             (old,), (new,) = before.workers, now.workers
@@ -334,7 +334,7 @@ def test_a_conversation_streams_and_the_live_figures_move(serving, opened):
     assert len(seen) > 3 and seen[1].startswith(seen[0])  # it came in pieces
     assert page.locator("#log img, #log b").count() == 0  # texts are texts
     # Polled from here: the page's own policy forbids a predicate given as a string.
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while float(page.text_content("#total .big") or 0) <= 0:
         assert time.monotonic() < deadline_s, "the live rate never moved"
         time.sleep(0.02)
@@ -363,7 +363,7 @@ def test_stop_ends_the_generation(serving, opened):
     assert text == page.evaluate("window.seen").pop()
     assert page.text_content(".assistant .note") == "stopped"
     assert page.is_visible("#send") and page.is_hidden("#problem")
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while engine.stats().num_running or engine.stats().num_live_blocks:
         assert time.monotonic() < deadline_s, "the generation goes on"
         time.sleep(0.02)

@@ -21,6 +21,7 @@ from penstock.deployments.ingress.http.jobs import KEPT_S, MAX_JOBS, JobBoard
 from penstock.deployments.supervision.view import ClusterView, IngressInfo, JobReport
 from penstock.workers.request import FinishReason
 from tests.deployments.serving import ScriptedBackend, Serving, tokenizer
+from tests.deployments.waiting import until
 
 REPORT = JobReport("j", 1, "a", "in.jsonl", "host", "running", 10, 3, 1, 2, "", at=1000.0)
 BODY = {
@@ -153,7 +154,8 @@ def test_reports_cost_a_batch_nothing_where_the_server_takes_none(monkeypatch):
     async def scenario():
         server = Server("http://127.0.0.1:1", api_key=None, max_connections=1)
         async with server, job_reports.reported(server, OWNER, "in.jsonl", Progress(3)):
-            await asyncio.sleep(0.3)
+            await until(lambda: len(statuses) >= 4)
+            await asyncio.sleep(0.1)  # for one too many
 
     asyncio.run(scenario())
     assert statuses == [None, None, None, 404]

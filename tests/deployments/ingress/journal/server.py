@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import httpx
+import pytest
 import uvicorn
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
@@ -19,6 +20,7 @@ from penstock.deployments.options import StateOptions
 from penstock.deployments.state.factory import open_store
 from penstock.workers.request import Delta
 from tests.deployments.forked import Forked
+from tests.deployments.patience import be_patient
 from tests.deployments.ports import free_port
 from tests.deployments.serving import EngineBackend, core_over
 
@@ -83,6 +85,7 @@ def serve(http_port: int, grpc_port: int, state_url: str) -> None:
 
 
 async def _serve(http_port: int, grpc_port: int, state_url: str) -> None:
+    be_patient(pytest.MonkeyPatch())  # for as long as this process lives
     core = core_over(SlowBackend())
     store = await open_store(StateOptions(state_url=state_url))
     journals = Journals(store, f"process {os.getpid()}")

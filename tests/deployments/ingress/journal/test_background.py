@@ -20,7 +20,7 @@ from tests.deployments.waiting import until
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "BEAT_S", 0.05)
-    monkeypatch.setattr(background, "LEASE_S", 2.0)
+    monkeypatch.setattr(background, "LEASE_S", 60.0)  # none ends while the machine stands still
 
 
 class Work:
@@ -61,7 +61,17 @@ def started(store: Store, work: Work) -> BackgroundCalls:
     return calls
 
 
-def test_one_ingress_takes_what_a_dead_one_leaves(tmp_path: Path) -> None:
+async def die(calls: BackgroundCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renew the lease no more; its last one is short."""
+    await calls.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "LEASE_S", 0.2)
+        await calls._renew()
+
+
+def test_one_ingress_takes_what_a_dead_one_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario(store: Store) -> None:
         works = [Work(), Work(), Work()]
         dead, *living = [started(store, work) for work in works]
@@ -70,7 +80,7 @@ def test_one_ingress_takes_what_a_dead_one_leaves(tmp_path: Path) -> None:
         dead.remove("b")  # it has ended, and the index does not know it yet
         await asyncio.sleep(0.5)
         assert not any(work.adopted for work in works)  # a lease that is renewed holds
-        await dead.close()
+        await die(dead, monkeypatch)
         await until(lambda: works[1].adopted or works[2].adopted)
         await asyncio.sleep(0.3)
         assert works[1].adopted + works[2].adopted == ["a"] and not works[0].adopted

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from penstock.deployments.ingress.core.admission_request import AdmissionRequest
+from penstock.deployments.ingress.journal import background
 from penstock.deployments.security.records import QuotaLimits
 from tests.deployments.ingress.journal.server import SlowBackend
 from tests.deployments.ingress.journal.test_responses import ended, events
@@ -26,7 +27,7 @@ from tests.deployments.ingress.journal.test_resume import (
 from tests.deployments.security.keys import bearer, key_of
 from tests.deployments.serving import Serving
 from tests.deployments.state.servers import RedisServer
-from tests.deployments.waiting import eventually
+from tests.deployments.waiting import eventually, undisturbed
 
 LONG: dict[str, Any] = {"input": "Of the sea.", "max_output_tokens": 60, "ignore_eos": True}
 QUOTAS = QuotaLimits(requests_per_day=100, tokens_per_day=100_000)
@@ -86,10 +87,13 @@ def quota_left(ingress: Ingress) -> int:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ingress, Ingress]]:
+    """Neither takes over what the other runs, however long the machine stands still."""
     redis = RedisServer(tmp_path_factory.mktemp("redis")).start()
     url = f"redis://127.0.0.1:{redis.port}/0"
     key, record = key_of("acme", quotas=QUOTAS)
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(background, "LEASE_S", 60.0)
         yield Ingress(stack, url, key, record), Ingress(stack, url, key, record)
     redis.kill()
 
@@ -108,7 +112,8 @@ def test_a_follower_at_another_ingress_is_no_request(two: tuple[Ingress, Ingress
         followed = events(second.http, path)
         own += events_of(lines)[0]
     assert followed == own
-    eventually(lambda: second.core.num_running == 0, 20)
+    eventually(lambda: first.counts()["learnt"] > before[0]["learnt"])
+    eventually(lambda: second.core.num_running == 0)
     assert second.counts() == before[1]
     counted = {"at workers": 1, "ended": 1, "learnt": 1, "tokens": 60, "left by clients": 0}
     changed = first.counts()
@@ -119,7 +124,7 @@ def test_a_follower_at_another_ingress_is_no_request(two: tuple[Ingress, Ingress
 def test_what_is_read_again_is_no_request(two: tuple[Ingress, Ingress]) -> None:
     first, second = two
     call_id, begun, ids = stream(first.http, COMPLETIONS, {"prompt": "It was", "max_tokens": 20})
-    eventually(lambda: first.core.num_running == 0, 20)
+    eventually(lambda: first.core.num_running == 0)
     assert first.serving.journals is not None
     first.serving.wait(first.serving.journals.flush())
     before = second.counts()
@@ -134,13 +139,17 @@ def test_what_was_made_in_time_can_be_read_after_its_deadline(
 ) -> None:
     first, second = two
     body = {**LONG, "max_output_tokens": 5, "background": True, "stream": True}
-    headers, began_s = {"x-request-timeout-ms": "3000"}, time.monotonic()
-    answer = first.http.post(RESPONSES, json=body, headers=headers)
-    own, _ = events_of(iter(answer.text.splitlines()))
-    path = f"{RESPONSES}/{own[0]['response']['id']}"
-    assert ended(first.http, path)["status"] == "incomplete"
-    time.sleep(max(began_s + 3.2 - time.monotonic(), 0.0))
-    assert events(second.http, path) == own
+
+    def attempt() -> None:
+        headers, began_s = {"x-request-timeout-ms": "3000"}, time.monotonic()
+        answer = first.http.post(RESPONSES, json=body, headers=headers)
+        own, _ = events_of(iter(answer.text.splitlines()))
+        path = f"{RESPONSES}/{own[0]['response']['id']}"
+        assert ended(first.http, path)["status"] == "incomplete"
+        time.sleep(max(began_s + 3.2 - time.monotonic(), 0.0))
+        assert events(second.http, path) == own
+
+    undisturbed(attempt, 1.0)
 
 
 def test_what_was_generated_here_a_moment_ago_is_not_generated_again(

@@ -177,6 +177,8 @@ def test_the_grpc_client_ends_with_the_same_tokens(server: JournalServer, is_cha
 
 @on_sqlite
 def test_the_asyncio_client_over_grpc_does_so_too(server: JournalServer) -> None:
+    killing = threading.Thread(target=kill_and_start_again, args=(server,))
+
     async def main() -> None:
         async with AsyncClient(server.target) as client:
             alone = await client.complete("It was", seed=8, n=2, **SAMPLING)
@@ -188,8 +190,12 @@ def test_the_asyncio_client_over_grpc_does_so_too(server: JournalServer) -> None
                     token_ids[piece.choice] += piece.token_ids
                     num += 1
                     if num == 9:
-                        threading.Thread(target=kill_and_start_again, args=(server,)).start()
+                        killing.start()
             assert tuple(token_ids[0]) == alone.token_ids
             assert tuple(token_ids[1]) == alone.others[0].token_ids
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:  # else the next test may ask the server that is killed then
+        if killing.ident is not None:
+            killing.join()

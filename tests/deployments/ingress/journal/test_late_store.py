@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.deployments.ingress.journal import journals
 from penstock.deployments.state.store import StateDown
 from tests.deployments.ingress.journal.test_resume import NUMBERED, resume, stream_numbered
 from tests.deployments.serving import EngineBackend, Serving
@@ -76,12 +77,14 @@ def test_what_a_late_store_lacks_is_not_made_anew(
 
 
 def test_a_store_that_stays_away_is_said_and_nothing_is_lost(
-    http: httpx.Client, store: LateStore
+    http: httpx.Client, store: LateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, body = NUMBERED["response tools"]
     call_id, whole, ids = stream_numbered(http, path, body, WHOLE)
     store.num_late = 10**6
-    refused = http.get(f"/v1/penstock/streams/{call_id}")
+    with monkeypatch.context() as patch:
+        patch.setattr(journals, "RESUME_BUDGET_S", 2.0)
+        refused = http.get(f"/v1/penstock/streams/{call_id}")
     assert refused.status_code == 503 and refused.headers["retry-after"] == "2"
     assert refused.json()["error"]["code"] == "state_unavailable"
     store.num_late = 0

@@ -194,7 +194,7 @@ def test_a_client_that_leaves_is_an_abort_and_a_disconnect():
         body = {"prompt": [5], "stream": True, "max_tokens": 9}
         with plain.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while servers.call(lambda: servers.core.metrics.num_disconnects) == 0:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)

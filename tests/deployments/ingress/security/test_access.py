@@ -184,7 +184,7 @@ def test_every_method_with_every_kind_of_key(serving: Serving) -> None:
         def status(method: str, key: str | None) -> tuple[grpc.StatusCode, str]:
             metadata = () if key is None else (("authorization", f"Bearer {key}"),)
             call = channel.stream_stream(method, lambda data: data, lambda data: data)(
-                iter([b""]), metadata=metadata, timeout=3
+                iter([b""]), metadata=metadata, timeout=30
             )
             try:
                 next(call)

@@ -32,7 +32,7 @@ class Streams:
 
     def __init__(self, serving: Serving, key: str):
         self.ends: dict[str, str] = {}
-        self.num_begun = 0
+        self.begun: set[str] = set()
         self._serving, self._key = serving, key
         for name, read in (
             ("http", self._http),
@@ -47,7 +47,7 @@ class Streams:
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         url = self._serving.base_url + path
         with httpx.stream("POST", url, json=body, headers=bearer(self._key), timeout=60) as answer:
-            self.num_begun += 1
+            self.begun.add(path)
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     yield json.loads(line.removeprefix("data: "))
@@ -66,8 +66,8 @@ class Streams:
     def _grpc(self) -> str:
         with Client(self._serving.grpc_target, api_key=self._key) as client:
             try:
-                for index, _ in enumerate(client.generate("a", max_tokens=400)):
-                    self.num_begun += index == 0
+                for _ in client.generate("a", max_tokens=400):
+                    self.begun.add("grpc")
             except ClientError as error:
                 return error.code
         return "none"
@@ -79,7 +79,7 @@ def test_revocation_ends_the_streams_of_that_key_alone(tmp_path: Path) -> None:
     write(file, one, two)
     with Serving(ScriptedBackend(*ENDLESS), api_keys_file=file) as serving:
         ended, alive = Streams(serving, first), Streams(serving, second)
-        eventually(lambda: ended.num_begun == alive.num_begun == 3)
+        eventually(lambda: len(ended.begun) == len(alive.begun) == 3)
         write(file, replace(one, revoked=time.time()), two)
         eventually(lambda: len(ended.ends) == 3)
         assert ended.ends == {
@@ -125,7 +125,7 @@ def test_a_key_that_expires_ends_its_streams(tmp_path: Path) -> None:
     write(file, record)
     with Serving(ScriptedBackend(*ENDLESS), api_keys_file=file) as serving:
         streams = Streams(serving, key)
-        eventually(lambda: streams.num_begun == 3)
+        eventually(lambda: len(streams.begun) == 3)
         write(file, replace(record, expires=time.time() + 1.0))
         eventually(lambda: len(streams.ends) == 3)
         assert streams.ends["http"] == streams.ends["grpc"] == "api_key_expired"

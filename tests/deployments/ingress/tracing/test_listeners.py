@@ -17,6 +17,7 @@ from penstock.deployments.config import ServeConfig
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.listeners import open_listeners
 from penstock.deployments.ingress.models import IngressModel
+from penstock.deployments.ingress.tracing import tracer
 from penstock.deployments.supervision.view import ClusterView
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
@@ -79,14 +80,14 @@ async def clients(config: ServeConfig) -> tuple[str, str, str, str]:
 
 
 async def served(config: ServeConfig, nodes: list[Node]) -> tuple[str, str, str, str]:
-    pool = WorkerPool("test", lost_wait_s=10.0)
+    pool = WorkerPool("test", lost_wait_s=60.0)
     listeners = await open_listeners(config, [IngressModel(config, pool)], ClusterView, "ingress-1")
     for number in (1, 2):  # idle workers are chosen in this order
         pool.update([node.channel.info for node in nodes[:number]])
         await until(lambda number=number: pool.num_connected == number)  # type: ignore[misc]
     await until(lambda: listeners.http.started)
     try:
-        return await asyncio.wait_for(clients(config), 60)
+        return await asyncio.wait_for(clients(config), 120)
     finally:
         await listeners.close(0.0, 5.0)  # sends the spans
         await pool.close()
@@ -102,6 +103,7 @@ def outcome(model) -> Iterator[Outcome]:
     with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_SERVICE_NAME", "front-door")
         patch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-secret=s3cret")
+        patch.setattr(tracer, "FLUSH_S", 60.0)  # of a machine that stands still at its end
         level = logger.level
         logger.setLevel(logging.INFO)  # forgets what loggers below know of the level before
         logger.addHandler(handler)

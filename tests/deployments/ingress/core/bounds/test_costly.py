@@ -26,6 +26,7 @@ from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from penstock.workers.text.tokenizer import Tokenizer
 from tests.deployments.serving import ScriptedBackend, Serving
+from tests.deployments.waiting import until
 
 LONG = "some words and more " * 5000
 USER = {"role": "user", "content": "hi"}
@@ -182,9 +183,14 @@ def test_owners_take_turns_whatever_each_has_brought() -> None:
 def test_a_client_that_leaves_frees_no_thread_that_still_works() -> None:
     async def scenario() -> None:
         pool = TextPool(num_threads=1)
-        gate, ran = threading.Event(), threading.Event()
-        first = asyncio.ensure_future(pool.run("a", 10**6, gate.wait))
-        await asyncio.sleep(0.05)
+        gate, works, ran = threading.Event(), threading.Event(), threading.Event()
+
+        def work() -> None:
+            works.set()
+            gate.wait()
+
+        first = asyncio.ensure_future(pool.run("a", 10**6, work))
+        await until(works.is_set)
         first.cancel()
         second = asyncio.ensure_future(pool.run("a", 10**6, ran.set))
         await asyncio.sleep(0.1)

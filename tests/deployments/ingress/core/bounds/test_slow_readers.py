@@ -20,7 +20,7 @@ from penstock.deployments.client import Client
 from penstock.protos.penstock.v1 import inference_pb2 as pb
 from penstock.protos.penstock.v1 import inference_pb2_grpc
 from tests.deployments import waiting
-from tests.deployments.serving import EngineBackend, Serving
+from tests.deployments.serving import EngineBackend, Serving, slowed
 
 PROMPT = "It was a bright morning, and"
 NUM_SLOW = 3  # of each kind
@@ -61,16 +61,20 @@ def over_grpc(channel: grpc.Channel) -> grpc.Call:
     return call
 
 
-def test_neighbours_of_slow_readers_are_served_and_nothing_stays_behind(serving: Serving) -> None:
+def test_neighbours_of_slow_readers_are_served_and_nothing_stays_behind(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
     backend = serving.backend
     with Client(serving.grpc_target) as client, ExitStack() as slow:
         alone = [client.complete(PROMPT, seed=seed, **fields).token_ids for seed in range(3)]
         channel = slow.enter_context(grpc.insecure_channel(serving.grpc_target))
-        calls = [over_grpc(channel) for _ in range(NUM_SLOW)]
-        for _ in range(NUM_SLOW):
-            slow.enter_context(over_http(serving))
-        eventually(lambda: backend.engine.stats().num_running == 2 * NUM_SLOW)
+        with monkeypatch.context() as patch:
+            slowed(backend.engine, patch)  # the first still runs when the last one has begun
+            calls = [over_grpc(channel) for _ in range(NUM_SLOW)]
+            for _ in range(NUM_SLOW):
+                slow.enter_context(over_http(serving))
+            eventually(lambda: backend.engine.stats().num_running == 2 * NUM_SLOW)
         beside = [client.complete(PROMPT, seed=seed, **fields).token_ids for seed in range(3)]
         assert beside == alone
         # The engine waits for no reader: an answer without one is computed to its end and dropped.

@@ -59,7 +59,7 @@ def frames_of(text):
 
 
 def until_done(client, response_id):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while (response := client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
         assert time.monotonic() < end, "did not end in time"
         time.sleep(0.02)
@@ -304,7 +304,7 @@ def test_a_client_that_leaves_ends_what_it_waits_for():
     with scripted([5], 60.0) as (servers, plain):
         with plain.stream("POST", RESPONSES, json={"input": "a", "stream": True}) as answer:
             next(answer.iter_text())
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while servers.backend.num_closed == 0:
             assert time.monotonic() < end, "the generation goes on"
             time.sleep(0.01)
