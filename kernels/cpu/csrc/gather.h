@@ -8,12 +8,10 @@
 
 #include <sched.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <thread>
 
 #include "export.h"
 
@@ -21,12 +19,7 @@ constexpr int64_t RANK_STRIDE = 8;  // numbers between the counters of two ranks
 // Among a rank's numbers, behind its calls:
 constexpr int64_t WAITED = 1;    // ns that it has waited for others
 constexpr int64_t RECEIVED = 2;  // bytes that it has copied out, of columns of others
-// How a rank waits: it looks; offers its core to others; and sleeps a part of what it has waited, so
-// that a rank that shares its core computes, and the sleep adds little to a wait that long.
-constexpr int64_t SPINS = 2000;              // looks before the core is offered to others
-constexpr int64_t YIELDS_NS = 500000;        // from the first look
-constexpr int64_t SLEEPS = 16;               // one sleep is this part of the wait up to it, and
-constexpr int64_t LONGEST_SLEEP_NS = 1000000;
+constexpr int64_t SPINS = 2000;     // looks before the core is offered to others
 
 struct GatherArgs {
     const uint8_t* own;  // [rows] of own_bytes
@@ -43,14 +36,6 @@ LAYOUT(GatherArgs,
        FIELD(own) FIELD(own_stride) FIELD(own_bytes) FIELD(shared) FIELD(at) FIELD(all_bytes) FIELD(out)
        FIELD(out_stride) FIELD(rows) FIELD(arrived) FIELD(calls) FIELD(rank) FIELD(ranks))
 
-inline void give_way(int64_t waited_ns) {
-    if (waited_ns < YIELDS_NS)
-        sched_yield();
-    else
-        std::this_thread::sleep_for(
-            std::chrono::nanoseconds(std::min(waited_ns / SLEEPS, LONGEST_SLEEP_NS)));
-}
-
 inline void gather(const GatherArgs& a) {
     for (int64_t row = 0; row < a.rows; ++row)
         std::memcpy(a.shared + row * a.all_bytes + a.at, a.own + row * a.own_stride, a.own_bytes);
@@ -60,13 +45,11 @@ inline void gather(const GatherArgs& a) {
     };
     counter(a.rank)->store(call, std::memory_order_release);
     const auto began = std::chrono::steady_clock::now();
-    const auto waited = [&]() -> int64_t {
-        return std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
-    };
     for (int64_t rank = 0; rank < a.ranks; ++rank)
         for (int64_t looks = 0; counter(rank)->load(std::memory_order_acquire) < call; ++looks)
-            if (looks > SPINS) give_way(waited());
-    a.arrived[a.rank * RANK_STRIDE + WAITED] += waited();
+            if (looks > SPINS) sched_yield();
+    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - began;
+    a.arrived[a.rank * RANK_STRIDE + WAITED] += waited.count();
     if (!a.out) return;
     a.arrived[a.rank * RANK_STRIDE + RECEIVED] += a.rows * (a.all_bytes - a.own_bytes);
     for (int64_t row = 0; row < a.rows; ++row)
