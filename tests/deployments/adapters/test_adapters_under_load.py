@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from tests.workers.adapters.peft_files import merged, write_adapter
 from tests.workers.checkpoints import reference_greedy
 
 NAMES = ("one", "two", "three")
-NUM_NEW = 24
+NUM_NEW, NUM_LONG = 24, 128  # tokens of an answer; the long ones still run when a worker is killed
 PROMPTS = range(3)
 
 
@@ -70,6 +71,7 @@ def config(folders: dict[str, Path]) -> ServeConfig:
         http_port=free_port(),
         grpc_port=free_port(),
         metrics_port=0,
+        api_metrics=True,
         num_workers=2,
         app_name="penstock-adapters",
         drain_s=5.0,
@@ -91,14 +93,12 @@ class Caller:
 
     async def ids(self, model: str, number: int, *, over_grpc: bool) -> list[int]:
         if over_grpc:
-            async with AsyncClient(self._grpc_target, model=model) as client:
-                stream = client.generate(
-                    prompt(number), temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True
-                )
-                pieces = [piece async for piece in stream]
-            return [token for piece in pieces for token in piece.token_ids]
+            return await self.streamed(model, number, NUM_NEW)
+        return await self.completed(model, number, NUM_NEW)
+
+    async def completed(self, model: str, number: int, num_new: int) -> list[int]:
         body = {
-            "model": model, "prompt": prompt(number), "temperature": 0, "max_tokens": NUM_NEW,
+            "model": model, "prompt": prompt(number), "temperature": 0, "max_tokens": num_new,
             "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
         answer = await self.http.post("/v1/completions", json=body)
@@ -106,6 +106,26 @@ class Caller:
         assert answer.json()["model"] == model
         found: list[int] = answer.json()["choices"][0]["token_ids"]
         return found
+
+    async def streamed(
+        self, model: str, number: int, num_new: int, has_begun: asyncio.Event | None = None
+    ) -> list[int]:
+        """`has_begun` is set by the first token."""
+        ids: list[int] = []
+        async with AsyncClient(self._grpc_target, model=model) as client:
+            async for piece in client.generate(
+                prompt(number), temperature=0.0, max_tokens=num_new, ignore_eos=True
+            ):
+                ids += piece.token_ids
+                if has_begun is not None:
+                    has_begun.set()
+        return ids
+
+    async def num_continued(self) -> float:
+        """Times that a request went on at another worker."""
+        page = (await self.http.get("/metrics")).text
+        (line,) = re.findall("^penstock_requests_continued_total (.+)$", page, re.MULTILINE)
+        return float(line)
 
     async def change(self, verb: str, **body: object) -> httpx.Response:
         return await self.http.post(f"/v1/{verb}_lora_adapter", json=body)
@@ -177,26 +197,39 @@ async def _one_round(caller: Caller, folders, wanted) -> None:
 
 
 def test_a_new_worker_has_the_adapters_that_were_loaded(cluster, config, folders, wanted):
-    """A stream of an adapter survives its worker, and the worker that replaces it has both."""
-    asyncio.run(_lose_a_worker(cluster, config, folders, wanted))
+    """Streams of an adapter survive their worker, and the worker that replaces it has both."""
+    base, folder = resolve_model("builtin"), folders["three"]
+    whole = merged(folder, base, folder.parent / "late-merged")
+    asyncio.run(
+        _lose_a_worker(
+            cluster, config, folder, [reference_greedy(whole, prompt(n), NUM_LONG) for n in PROMPTS]
+        )
+    )
 
 
-async def _lose_a_worker(cluster, config, folders, wanted):
+async def _lose_a_worker(cluster, config, folder, wanted):
     caller = Caller(config)
     for name in ("extra", "late"):  # of attempts before this one
         await caller.change("unload", lora_name=name)
     await asyncio.to_thread(await_view, cluster, lambda view: len(view.workers) == 2, 120)
-    loaded = await caller.change("load", lora_name="late", lora_path=str(folders["three"]))
+    loaded = await caller.change("load", lora_name="late", lora_path=str(folder))
     assert loaded.status_code == 200, loaded.text
-    before = await asyncio.to_thread(cluster.view)
+    before, num_before = await asyncio.to_thread(cluster.view), await caller.num_continued()
+    begun = [asyncio.Event() for _ in range(2 * len(PROMPTS))]
     asked = [
-        asyncio.create_task(caller.ids("late", n, over_grpc=bool(i % 2)))
-        for i in range(4)
-        for n in PROMPTS
+        asyncio.create_task(each)
+        for i, has_begun in enumerate(begun)
+        for each in (
+            caller.streamed("late", i % len(PROMPTS), NUM_LONG, has_begun),
+            caller.completed("late", i % len(PROMPTS), NUM_LONG),
+        )
     ]
+    await asyncio.gather(*(each.wait() for each in begun))
     old = before.workers[0][0]
     os.kill(old.pid, signal.SIGKILL)
-    assert await asyncio.gather(*asked) == [wanted["three"][n] for _ in range(4) for n in PROMPTS]
+    right = [wanted[i % len(PROMPTS)] for i in range(len(begun)) for _ in range(2)]
+    assert await asyncio.gather(*asked) == right
+    assert await caller.num_continued() > num_before  # some of them ran at that worker
     is_replaced = functools.partial(_is_replaced, epoch=old.epoch)
     view = await asyncio.to_thread(await_view, cluster, is_replaced, 120)
     assert {info.adapters for info, _ in view.workers} == {("late", "one")}
