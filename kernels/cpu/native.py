@@ -97,6 +97,14 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
+def is_built(cache: Path | None = None) -> bool:
+    """Whether `loaded` returns at once: `build(cache)` has nothing to compile, or no compiler."""
+    if loaded.cache_info().currsize:
+        return True
+    compiler = find_compiler()
+    return compiler is None or _target(cache, compiler).exists()
+
+
 def build(cache: Path | None = None) -> Path:
     """Compile into `cache` (default: ~/.cache/penstock) if needed, and return the library's path.
 
@@ -106,16 +114,20 @@ def build(cache: Path | None = None) -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError(f"no C++ compiler found; looked for {', '.join(COMPILERS)}")
-    folder = cache or _cache_folder()
-    target = folder / f"cpu_ops-{_digest(compiler)}.so"
+    target = _target(cache, compiler)
     if target.exists():
         return target
+    folder = target.parent
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / "build.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile(compiler, target)
     return target
+
+
+def _target(cache: Path | None, compiler: str) -> Path:
+    return (cache or _cache_folder()) / f"cpu_ops-{_digest(compiler)}.so"
 
 
 def _compile(compiler: str, target: Path) -> None:

@@ -44,7 +44,7 @@ from penstock.workers.models.score_vector import configured_pooling
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.option_groups.device import Device
-from penstock.workers.progress import PREPARING, Progress, Report
+from penstock.workers.progress import COMPILING, PREPARING, Progress, Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.request import Delta
 from penstock.workers.structured.grammar import GrammarCompiler
@@ -75,6 +75,8 @@ def load_engine(
     # No request is served yet, so loading uses all cores.
     with kept_to(None if config.cores is None else config.cores | allowed_cores()):
         folder = verified_folder(config, report)
+        if device == "cpu":
+            compile_operators(report)
         leader, own_file = None, None
         settings = settings_of(config, experts, remote_experts)
         if config.num_ranks > 1:
@@ -119,6 +121,17 @@ def load_engine(
         finally:
             if own_file is not None:  # all ranks have it mapped
                 remove_expert_file(Path(own_file.path))
+
+
+def compile_operators(report: Report | None = None) -> None:
+    """Compile the CPU operators where no process has yet, and say so: else what first uses them
+    seems to stand still for a minute."""
+    if native.is_built():
+        return
+    log.info("%s", COMPILING)
+    if report is not None:
+        report(Progress(COMPILING))
+    native.loaded()
 
 
 def device_of(device: Device) -> Literal["cpu", "cuda"]:
