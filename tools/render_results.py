@@ -155,6 +155,7 @@ TABLES: dict[str, Table] = {
     "simulate-noisy": _simulated("noisy", "x86-64-noisy", fairness=True),
     "simulate-overload-4": _simulated("overload", "x86-64-overload-4-workers"),
     "simulate-mixed-4": _simulated("mixed", "x86-64-mixed-4-workers"),
+    "simulate-mixed-16": _simulated("mixed", "x86-64-mixed-16-workers"),
     "simulate-overload-16": _simulated("overload", "x86-64-overload-16-workers"),
     "simulate-prefixes": _simulated("prefixes", "x86-64-prefixes-4-workers", prefixes=True),
     "real-engine": Table(["real-engine/x86-64"], gate.real_engine),
