@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.deployments.patience import be_patient
+from tests.deployments.ingress.patience import be_patient
 
 
 @pytest.fixture(scope="module", autouse=True)

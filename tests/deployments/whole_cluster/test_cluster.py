@@ -30,7 +30,7 @@ from penstock.workers.models.loader import load_model
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.hub import resolve_model
 from tests.deployments.clusters import ENGINE, await_view, generate, pids_of, prompt
-from tests.deployments.ingress.hostile import CASES, Fronts, GoodTraffic, run_all
+from tests.deployments.ingress.bad_input.hostile import CASES, Fronts, GoodTraffic, run_all
 from tests.deployments.waiting import eventually
 
 HEAP_BYTES = 64 << 20  # HEAP_MAX_SIZE of glibc

@@ -20,7 +20,7 @@ from penstock.deployments.options import StateOptions
 from penstock.deployments.state.factory import open_store
 from penstock.workers.request import Delta
 from tests.deployments.forked import Forked
-from tests.deployments.patience import be_patient
+from tests.deployments.ingress.patience import be_patient
 from tests.deployments.ports import free_port
 from tests.deployments.serving import EngineBackend, core_over
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.ingress.hostile import CASES, Fronts, GoodTraffic, check
+from tests.deployments.ingress.bad_input.hostile import CASES, Fronts, GoodTraffic, check
 from tests.deployments.serving import EngineBackend, Serving
 
 
