@@ -261,12 +261,12 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     code = _CODE_OF_STATUS.get(error.status_code)
     if code is None:
         raise ServiceError("internal_error")
-    path = ascii(request.scope["path"][:100])
-    near = difflib.get_close_matches(request.scope["path"][:100], _paths(request), n=1, cutoff=0.8)
-    message = f"there is no path {path}" + (f"; did you mean {near[0]}?" if near else "")
+    path, known = ascii(request.scope["path"][:100]), _paths(request)
     why = _NOT_SERVED.get(request.scope["path"])
-    if why is not None and request.scope["path"] not in _paths(request):
+    if why is not None and request.scope["path"] not in known:
         raise RequestError(f"there is no path {path}: {why}", code="not_found")
+    near = difflib.get_close_matches(request.scope["path"][:100], known, n=1, cutoff=0.8)
+    message = f"there is no path {path}" + (f"; did you mean {near[0]}?" if near else "")
     if code == "method_not_allowed":
         message = f"{path} does not accept {request.method[:20]}"
         allowed = ", ".join(sorted(_methods_of(request)))

@@ -23,8 +23,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core import CoreSchema
 
+from penstock.deployments.ingress.http.body_errors import as_request_error, problems_of
 from penstock.deployments.ingress.http.body_limits import LIMITS, check_num_parts, check_sizes
 from penstock.deployments.ingress.http.ignored_fields import IgnoredFields
 from penstock.workers.request import PARAMETERS, RequestError, SamplingParams
@@ -205,9 +206,9 @@ def validated(
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        is_unknown = any(each["type"] == "extra_forbidden" for each in _problems(error))
+        is_unknown = any(each["type"] == "extra_forbidden" for each in problems_of(error))
         if left_out is None or not left_out.ignores_unknown or not is_unknown:
-            raise _as_request_error(error) from None
+            raise as_request_error(error, Strict) from None
     return validated(kind, _without_unknown(kind, values, path, left_out))
 
 
@@ -267,54 +268,3 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
             raise
         message = re.sub(rf"\b{error.param}\b", name, error.message)
         raise RequestError(message, param=name, code=error.code) from None
-
-
-def _problems(error: ValidationError) -> list[ErrorDetails]:
-    return error.errors(include_url=False, include_context=False, include_input=False)
-
-
-def _as_request_error(error: ValidationError) -> RequestError:
-    problems = _problems(error)
-    # Of a union, one problem per alternative: that of an object inside, if one was meant, and else
-    # all of them.
-    top = len(_path(problems[0]["loc"], with_kinds=True))
-    inside = [each for each in problems if "." in _path(each["loc"], with_kinds=True)[top:]]
-    first = (inside or problems)[0]
-    where = _path(first["loc"])
-    same = [each["msg"] for each in problems if _path(each["loc"]) == where]
-    message = " or: ".join(dict.fromkeys(msg.partition(" or instance of")[0] for msg in same))
-    code = {"missing": "missing_parameter", "extra_forbidden": "unknown_parameter"}
-    if first["type"] == "missing":
-        message = "this parameter is required"
-    elif first["type"] == "extra_forbidden":
-        message = "unknown parameter"
-    return RequestError(
-        f"{where}: {message}", param=where, code=code.get(first["type"], "invalid_value")
-    )
-
-
-def _path(location: tuple[int | str, ...], *, with_kinds: bool = False) -> str:
-    """messages[0].content for ('messages', 0, 'content', 'list[TextPart]').
-
-    `with_kinds`: what pydantic calls an alternative of a union, such as NamedTool, is a step, too.
-    """
-    path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-            continue
-        is_name = step.isidentifier() and step not in ("str", "int", "bool", "float")
-        if is_name and (with_kinds or not _is_kind(step)):
-            path += f".{step}" if path else step
-    return ascii(path)[1:-1][:200]
-
-
-def _is_kind(step: str) -> bool:
-    """Whether it is the name of a part of a body, and not that of a field."""
-    kinds = [Strict] if step[:1].isupper() else []
-    while kinds:
-        kind = kinds.pop()
-        if kind.__name__ == step:
-            return True
-        kinds += kind.__subclasses__()
-    return False

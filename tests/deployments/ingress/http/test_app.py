@@ -380,6 +380,13 @@ def test_a_wrong_value_of_several_kinds_is_named_as_the_client_wrote_it(raw, cho
     assert error.message.startswith(f"{param}: ") and words in error.message
 
 
+def test_an_unknown_parameter_with_the_name_of_a_class_is_named(raw):
+    answer = post(raw, stream=True, stream_options={"Strict": 1})
+    error = ErrorBody.model_validate(answer.json()).error
+    assert error.param == "stream_options.Strict"
+    assert error.message == "stream_options.Strict: unknown parameter"
+
+
 def test_unsupported_parameters_may_be_sent_where_they_change_nothing(raw):
     neutral = {name: values[-1] for name, values in UNSUPPORTED.items()}
     ignored = {"user": "me", "metadata": {"a": 1}, "store": True, "prompt_cache_key": "x"}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from penstock.deployments.ingress.core.service import MAX_BODY_BYTES
 from penstock.deployments.ingress.http import body as bodies
@@ -24,6 +24,7 @@ from penstock.deployments.ingress.http.body import (
     json_object,
     validated,
 )
+from penstock.deployments.ingress.http.body_errors import as_request_error
 from penstock.deployments.ingress.http.body_limits import (
     LIMITS,
     MAX_PARTS,
@@ -219,13 +220,11 @@ class Work:
     num_problems = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        as_request_error = bodies._as_request_error
-
-        def counted(error: ValidationError) -> RequestError:
+        def counted(error: ValidationError, root: type[BaseModel]) -> RequestError:
             self.num_problems += error.error_count()
-            return as_request_error(error)
+            return as_request_error(error, root)
 
-        monkeypatch.setattr(bodies, "_as_request_error", counted)
+        monkeypatch.setattr(bodies, "as_request_error", counted)
 
     def __enter__(self) -> Work:
         self._profile = cProfile.Profile()
