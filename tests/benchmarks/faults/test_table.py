@@ -75,7 +75,7 @@ def test_a_missing_fence_is_found_by_a_partition_that_heals(monkeypatch: Any) ->
                 if num_tokens > 20 and not held:
                     held.append(await made.busy())
                     held[0].relay.set("down", Programme("stall"))
-                    heals_at = num_tokens + 40  # so many are of the other worker
+                    heals_at = num_tokens + 40  # the other worker generates these 40
                 elif held and num_tokens >= heals_at:
                     held[0].relay.heal()
 

@@ -62,7 +62,7 @@ def scale(config: ServeConfig, num_workers: int) -> None:
 
 
 def scaled(cluster: Cluster, config: ServeConfig, num_workers: int) -> None:
-    """Until it has so many, which each ingress reaches."""
+    """Scale the cluster, and wait until it has `num_workers` workers that each ingress reaches."""
 
     def is_so(view: ClusterView) -> bool:
         reach = [each.num_workers for each in view.ingresses]

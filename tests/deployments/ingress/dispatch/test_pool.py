@@ -47,6 +47,7 @@ from tests.deployments.ingress.dispatch.peers.raw_ingress import (
     heard,
     hello,
 )
+from tests.deployments.serving import slowed
 from tests.deployments.waiting import until
 
 CONFIG = EngineConfig(weights="fp32", device="cpu", num_blocks=400, max_num_seqs=16, threads=1)
@@ -68,14 +69,8 @@ class Node:
         self.thread.stop()
 
     def slow_down(self, pause_s: float = 0.01) -> None:
-        """Each step takes that much longer: what runs has not ended when a test goes on."""
-        step = self.engine.step
-
-        def slow_step() -> list[Delta]:
-            time.sleep(pause_s)
-            return step()
-
-        self.engine.step = slow_step  # type: ignore[method-assign]
+        """As `slowed`, for as long as the engine is there."""
+        slowed(self.engine, pytest.MonkeyPatch(), pause_s)
 
     async def is_idle(self) -> None:
         """Returns once no block is held; fails after a while."""

@@ -9,6 +9,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -111,8 +112,9 @@ class Peer:
         return True
 
 
-def num_busy(served: Served) -> int:
-    return served.connections.num - len(served.connections._idle)
+def has_busy(served: Served, num: int) -> bool:
+    """Whether `num` connections are in the middle of a request."""
+    return served.connections.num - len(served.connections._idle) == num
 
 
 async def peer_of(served: Served) -> Peer:
@@ -361,7 +363,7 @@ def test_idle_connections_make_room_for_new_ones():
         async with serving(most=16) as served:
             busy = await peer_of(served)
             await busy.send(HEAD + b"content-length: 2\r\n\r\no")  # half a body: it is not idle
-            await until(lambda: num_busy(served) == 1)
+            await until(partial(has_busy, served, 1))
             idle = [await peer_of(served) for _ in range(60)]
             new = await peer_of(served)
             await new.send(HEAD + b"content-length: 2\r\n\r\nok")
@@ -399,7 +401,7 @@ def test_one_address_has_no_more_than_its_share():
             for most in (1, 2, 3, 4, 4, 4):
                 peers.append(await peer_of(served))
                 await peers[-1].send(HEAD + b"content-length: 2\r\n\r\no")
-                await until(lambda most=most: num_busy(served) == most)  # type: ignore[misc]
+                await until(partial(has_busy, served, most))
             assert [await each.ended() for each in peers[4:]] == [True, True]
             await peers[0].send(b"k")
             assert await peers[0].status() == 200
