@@ -22,9 +22,9 @@ INLINE const uint8_t* int8_panel(const Int8LinearArgs& a, const Int8Block& block
 // One tile of rows times a weight in 4 bits: the first of a part opens the codes, for those after it.
 template <int R>
 INLINE void opening_tile(const Int8LinearArgs& a, const Int8Block& block, int64_t panel, int64_t row,
-                         int64_t rows, bool is_first, bool is_only, uint8_t* codes, float* totals) {
+                         bool is_first, bool is_only, uint8_t* codes, float* totals) {
     if (!is_first)
-        int8_tile<R>(block, row, rows, codes, totals);
+        int8_tile<R>(block, row, codes, totals);
     else if (is_only)
         int4_tile<R, false>(block, row, Int4Panel(a, panel), nullptr, totals);
     else
@@ -52,16 +52,15 @@ void linear_int8_vectors(const Int8LinearArgs& a) {
         shares.take([&](int64_t part, int64_t p) {
             const int64_t first = part * tiling.part_rows, tiles = tiling.tiles_of(part);
             if (!tiles) return;
-            const bool opens = a.steps && !SPLITS;
+            const bool opens = a.steps && !ADDS_IN_INT16;
             uint8_t* codes = opens ? opened_codes(block) : nullptr;
             const uint8_t* panel = opens ? nullptr : int8_panel(a, block, p);
             tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
                 float totals[width.value * PANEL8];
                 if (opens)
-                    opening_tile<width.value>(a, block, p, row, rows, row == first, tiles == 1, codes,
-                                              totals);
+                    opening_tile<width.value>(a, block, p, row, row == first, tiles == 1, codes, totals);
                 else
-                    int8_tile<width.value>(block, row, rows, panel, totals);
+                    int8_tile<width.value>(block, row, panel, totals);
                 for (int64_t r = 0; r < rows; ++r)
                     finish_int8<T>(a, start + row + r, p, totals + r * PANEL8);
             });

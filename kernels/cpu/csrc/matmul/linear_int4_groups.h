@@ -163,7 +163,7 @@ INLINE void groups_panel(const GroupsProduct& product, const Tiling& tiling, int
     const int64_t first = part * tiling.part_rows;
     const int64_t rows = std::min(tiling.rows - first, tiling.part_rows);
     const uint8_t* weights = product.panel(panel);
-    if (SPLITS || rows <= (OPEN_FROM_TILES - 1) * tiling.tile) {
+    if (ADDS_IN_INT16 || rows <= (OPEN_FROM_TILES - 1) * tiling.tile) {
         tiling.each_tile(part, [&](int64_t row, int64_t, auto width) {
             groups_tile<width.value, false>(product, row, panel, 0, block.groups, weights,
                                           totals + (row - first) * PANELC);

@@ -5,9 +5,10 @@
 // unsigned by signed, and 128 times the sum of a row's codes is taken off again. int32 wraps, so that
 // only the true sum has to fit: K <= 133,000.
 //
-// Without VNNI the products of two neighbours are added in int16, which holds them unless the two codes
-// of x add up to more than 128 either way. Few do. At most 64 of each is left in such a pair, and the
-// rest is multiplied apart: three instructions for 64 products where exact int16 sums take four.
+// Without VNNI the products of two neighbours are added in int16, which holds them while the two codes
+// of x add up to 128 at most, either way. Where they have the same sign, the second is negated and the
+// bytes of the weight that it meets are complemented (u becomes 255 - u): x u = -x (255 - u) + 255 x, and
+// the last term is known before any weight is read.
 
 #pragma once
 
@@ -54,29 +55,29 @@ LAYOUT(Int8PackArgs,
 
 // acc + the sums over 4 products of unsigned bytes of w and signed bytes of x, lane by lane.
 #if defined(__AVX512VNNI__)
-constexpr bool SPLITS = false;
+constexpr bool ADDS_IN_INT16 = false;
 INLINE vi add_products(vi acc, vi w, vi x) {
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 }
 #elif defined(__AVX512BW__)
-constexpr bool SPLITS = true;
+constexpr bool ADDS_IN_INT16 = true;
 INLINE vi add_products(vi acc, vi w, vi x) {
     const __m512i pairs = _mm512_maddubs_epi16((__m512i)w, (__m512i)x);
     return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 }
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-constexpr bool SPLITS = false;
+constexpr bool ADDS_IN_INT16 = false;
 INLINE vi add_products(vi acc, vi w, vi x) {
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
 }
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool SPLITS = true;
+constexpr bool ADDS_IN_INT16 = true;
 INLINE vi add_products(vi acc, vi w, vi x) {
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, (__m256i)x);
     return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 #else
-constexpr bool SPLITS = false;
+constexpr bool ADDS_IN_INT16 = false;
 INLINE vi add_products(vi acc, vi w, vi x) {
     for (int byte = 0; byte < 4; ++byte)
         acc += (vi)((vu)w >> (8 * byte) & 255u) * ((vi)((vu)x << (24 - 8 * byte)) >> 24);
@@ -84,12 +85,25 @@ INLINE vi add_products(vi acc, vi w, vi x) {
 }
 #endif
 
+// Four codes of a row, and the mask of those that were negated.
 struct Quad {
-    int32_t at, codes;  // four codes of a row from input feature 4 * at on
+    uint32_t codes, negated;
 };
 
-// The rows of a block as the tiles read them, tile after tile: [K / 4][rows of the tile] quads, and
-// [groups][rows of the tile] scales and first sums.
+// Negates the second code of each pair with one sign. Codes are from -127 on.
+INLINE Quad with_opposite_signs(uint32_t codes) {
+    const uint32_t ones = (~(codes ^ codes >> 8) & 0x00800080u) << 1, mask = ones * 255;
+    const uint32_t turned = codes ^ mask;  // by bytes, -x is ~x + 1: no carry may leave a byte
+    return {((turned & 0x7f7f7f7fu) + ones) ^ (turned & 0x80808080u), mask};
+}
+// The codes of `quad` that were negated, added up.
+INLINE int32_t sum_of_negated(Quad quad) {
+    const uint32_t codes = quad.codes & quad.negated;
+    return (int8_t)(codes >> 8) + (int8_t)(codes >> 24);
+}
+
+// The rows of a block as the tiles read them, tile after tile: [K / 4][rows of the tile] times four codes
+// (and their mask, with ADDS_IN_INT16), and [groups][rows of the tile] scales and first sums.
 struct Int8Block {
     int64_t quads;          // K / 4, rounded up
     int64_t group, groups;  // quads of a group; groups of a row
@@ -97,17 +111,14 @@ struct Int8Block {
     std::vector<float> tile_scales;
     std::vector<float> scales;  // [rows][groups]
     std::vector<int32_t> sums;  // of the codes of a group
-    std::vector<int32_t> num_rest;
-    std::vector<Quad> rest;  // [rows][quads], of which num_rest[row] are set
 
     void reserve(const Int8LinearArgs& a) {
         const size_t many = (size_t)std::min(a.rows, BLOCK);
         reserve_rows(a, many);
-        grow(tiles, (many + 1) * quads);  // the last tile may have a row that is not needed
+        // The last tile may have a row that is not needed.
+        grow(tiles, (many + 1) * quads * (ADDS_IN_INT16 ? 2 : 1));
         grow(tile_sums, (many + 1) * groups);
         grow(tile_scales, (many + 1) * groups);
-        if (SPLITS) grow(rest, many * quads);
-        grow(num_rest, many);
     }
     void reserve_rows(const Int8LinearArgs& a, int64_t rows) {
         quads = a.weight_group ? (a.depth + 7) / 8 * 2 : (a.depth + 3) / 4;  // whole words
@@ -126,44 +137,32 @@ struct Int8Block {
     }
 };
 
-// Leaves pairs of codes that int16 holds, times 255; what is taken away is returned.
-INLINE int32_t split_pairs(int32_t& quad) {
-    int8_t kept[4], taken[4] = {};
-    std::memcpy(kept, &quad, 4);
-    for (int i = 0; i < 4; i += 2)
-        if (std::abs(kept[i] + kept[i + 1]) > 128)
-            for (int j = i; j < i + 2; ++j) {
-                const int8_t bounded = std::clamp<int8_t>(kept[j], -64, 64);
-                taken[j] = kept[j] - bounded;
-                kept[j] = bounded;
-            }
-    int32_t rest;
-    std::memcpy(&quad, kept, 4);
-    std::memcpy(&rest, taken, 4);
-    return rest;
-}
-
 // Row `row` of a block from its codes [4 * quads], zeros past K.
-template <bool SPLIT = SPLITS>
+template <bool IN_INT16 = ADDS_IN_INT16>
 INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Tiling& tiling) {
     const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
-    int32_t* to = block.tiles.data() + first * block.quads + (row - first);
-    Quad* rest = block.rest.data() + row * block.quads;
-    int32_t count = 0;
-    for (int64_t at = 0; at < block.quads; ++at) {
-        int32_t quad;
-        std::memcpy(&quad, codes + 4 * at, 4);
-        if constexpr (SPLIT)
-            if (const int32_t over = split_pairs(quad)) rest[count++] = {(int32_t)at, over};
-        to[at * step] = quad;
-    }
+    constexpr int64_t UNIT = IN_INT16 ? 2 : 1;
+    int32_t* to = block.tiles.data() + UNIT * (first * block.quads + (row - first));
     block.add_up(row, codes);
-    if constexpr (SPLIT) block.num_rest[row] = count;
-    const int64_t at = first * block.groups + (row - first);
+    const int64_t place = first * block.groups + (row - first);
     for (int64_t g = 0; g < block.groups; ++g) {
-        const int64_t place = row * block.groups + g;
-        block.tile_scales[at + g * step] = block.scales[place];
-        block.tile_sums[at + g * step] = (int32_t)(-128u * (uint32_t)block.sums[place]);
+        const int64_t end = std::min(block.quads, (g + 1) * block.group);
+        int32_t negated = 0;
+        for (int64_t at = g * block.group; at < end; ++at) {
+            uint32_t four;
+            std::memcpy(&four, codes + 4 * at, 4);
+            if constexpr (IN_INT16) {
+                const Quad quad = with_opposite_signs(four);
+                negated += sum_of_negated(quad);
+                std::memcpy(to + UNIT * at * step, &quad, sizeof quad);
+            } else {
+                std::memcpy(to + at * step, &four, 4);
+            }
+        }
+        const int64_t from = row * block.groups + g;
+        block.tile_scales[place + g * step] = block.scales[from];
+        block.tile_sums[place + g * step] =
+            (int32_t)(-128u * (uint32_t)block.sums[from] - 255u * (uint32_t)negated);
     }
 }
 
@@ -184,25 +183,29 @@ INLINE const int8_t* codes_of(const Int8LinearArgs& a, Int8Block& block, int64_t
     return codes.data();
 }
 
-// sums + what split_pairs has taken from the quads of a row before `end`; `next` is the first of them.
-INLINE void add_rest(const Int8Block& block, int64_t row, int64_t end, const uint8_t* weights,
-                     int32_t& next, vi (&sums)[2]) {
-    const Quad* rest = block.rest.data() + row * block.quads;
-    for (; next < block.num_rest[row] && rest[next].at < end; ++next)
-        UNROLL for (int n = 0; n < 2; ++n) {
-            const int64_t at = (int64_t)rest[next].at * 4 * PANEL8 + n * VECTOR_BYTES;
-            sums[n] = add_products(sums[n], load_bits(weights + at), rest[next].codes - vi{});
+// acc += the products of four codes of each of R rows, at `x`, with a pair of vectors of the weight.
+template <int R>
+INLINE void add_quads(const int32_t* x, const vi (&w)[2], vi (&acc)[R][2]) {
+    UNROLL for (int r = 0; r < R; ++r)
+        if constexpr (ADDS_IN_INT16) {
+            const vi codes = x[2 * r] - vi{}, negated = x[2 * r + 1] - vi{};
+            acc[r][0] = add_products(acc[r][0], w[0] ^ negated, codes);
+            acc[r][1] = add_products(acc[r][1], w[1] ^ negated, codes);
+        } else {
+            const vi codes = x[r] - vi{};
+            acc[r][0] = add_products(acc[r][0], w[0], codes);
+            acc[r][1] = add_products(acc[r][1], w[1], codes);
         }
 }
 
-// out[R][PANEL8] = the totals of R rows, of which `rows` count, and one panel: each group's sum times
-// its scale, added up in one chain of fused multiply-adds, group after group.
+// out[R][PANEL8] = the totals of R rows and one panel: each group's sum times its scale, added up in one
+// chain of fused multiply-adds, group after group.
 template <int R>
-void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t* weights, float* out) {
-    const int32_t* x = block.tiles.data() + row * block.quads;
+void int8_tile(const Int8Block& block, int64_t row, const uint8_t* weights, float* out) {
+    constexpr int64_t UNIT = ADDS_IN_INT16 ? 2 : 1;
+    const int32_t* x = block.tiles.data() + UNIT * row * block.quads;
     const int32_t* sums = block.tile_sums.data() + row * block.groups;
     const float* scales = block.tile_scales.data() + row * block.groups;
-    int32_t next[R] = {};
     constexpr bool IN_REGISTERS = 2 * R <= MAX_ROWS;
     vf totals[R][2] = {};
     if constexpr (!IN_REGISTERS) std::memset(out, 0, R * PANEL8 * sizeof(float));
@@ -215,15 +218,9 @@ void int8_tile(const Int8Block& block, int64_t row, int64_t rows, const uint8_t*
             prefetch_ahead(pair);
             prefetch_ahead(pair + VECTOR_BYTES);
             const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
-            UNROLL for (int r = 0; r < R; ++r) {
-                const vi codes = x[at * R + r] - vi{};
-                acc[r][0] = add_products(acc[r][0], w[0], codes);
-                acc[r][1] = add_products(acc[r][1], w[1], codes);
-            }
+            add_quads<R>(x + UNIT * at * R, w, acc);
         }
         UNROLL for (int r = 0; r < R; ++r) {
-            if constexpr (SPLITS)
-                if (r < rows) add_rest(block, row + r, end, weights, next[r], acc[r]);
             const float scale = scales[g * R + r];
             UNROLL for (int n = 0; n < 2; ++n) {
                 float* to = out + r * PANEL8 + n * W;
