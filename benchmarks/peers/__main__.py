@@ -9,7 +9,8 @@ The model is SmolLM2-135M-Instruct, moved off the 4-bit grid of its published fi
 tools, and runs in a process of its own, with as many threads: what it costs, over the same windows
 of two held-out novels, against its own unquantised run; W1, one request with 128 prompt and 128 new
 tokens; and W2, 32 requests at once with prompts of 16 to 512 tokens and 16 to 256 new ones. The
-systems take turns, round by round. --work keeps what was made, so that a run goes on where it was.
+systems take turns, round by round. --work keeps what was made, so that a run goes on where it was;
+an interrupt after the first round of speeds ends it with the rounds that are complete.
 
 Penstock's `calibrated` rows are made by `penstock quantize --to int4 --grid steps --hadamard`: on
 what the model writes (self), and on books by other authors (text). Needs `pip install gguf`.
@@ -157,20 +158,32 @@ def measure_quality(
 def measure_speed(
     compared: Sequence[Case], vocab: int, rounds: int, threads: int
 ) -> dict[str, list[dict[str, dict[str, float]]]]:
-    """Of each round and case, what job.py answers; the order turns from round to round."""
+    """Of each round and case, what job.py answers; the order turns from round to round. Interrupted
+    after the first round: those that are complete."""
     workloads = {name: [asdict(job) for job in make_workload(name, vocab)] for name in ("W1", "W2")}
     found: dict[str, list[Any]] = {case.name: [] for case in compared}
     for number in range(rounds):
-        for case in compared if number % 2 else compared[::-1]:
-            answer = case.run({"threads": threads, "workloads": workloads})
-            for name, jobs in workloads.items():
-                total = sum(job["num_new"] for job in jobs)
-                if answer[name]["num"] != total:
-                    raise RuntimeError(f"{case.name}: {answer[name]['num']} tokens, not {total}")
+        order = compared if number % 2 else compared[::-1]
+        try:
+            answers = [_timed(number, case, workloads, threads) for case in order]
+        except KeyboardInterrupt:
+            if number:
+                break
+            raise
+        for case, answer in zip(order, answers, strict=True):
             found[case.name].append(answer)
-            rates = {n: round(answer[n]["num"] / answer[n]["total_s"], 1) for n in workloads}
-            print(number, case.name, rates, flush=True)
     return found
+
+
+def _timed(number: int, case: Case, workloads: dict[str, Any], threads: int) -> dict[str, Any]:
+    answer = case.run({"threads": threads, "workloads": workloads})
+    for name, jobs in workloads.items():
+        total = sum(job["num_new"] for job in jobs)
+        if answer[name]["num"] != total:
+            raise RuntimeError(f"{case.name}: {answer[name]['num']} tokens, not {total}")
+    rates = {n: round(answer[n]["num"] / answer[n]["total_s"], 1) for n in workloads}
+    print(number, case.name, rates, flush=True)
+    return answer
 
 
 def main() -> int:
@@ -199,7 +212,7 @@ def main() -> int:
     results = {
         "model": "SmolLM2-135M-Instruct off its grid",
         "tokens": sum(len(each) for each in nll[compared[0].name]),
-        "rounds": args.rounds,
+        "rounds": len(speed[timed[0].name]),
         "versions": _versions(args),
         "rows": rows_of(compared, nll, speed, BASES),
     }
