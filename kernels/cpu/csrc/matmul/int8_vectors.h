@@ -23,12 +23,16 @@ INLINE const uint8_t* int8_panel(const Int8LinearArgs& a, const Int8Block& block
 template <int R>
 INLINE void opening_tile(const Int8LinearArgs& a, const Int8Block& block, int64_t panel, int64_t row,
                          bool is_first, bool is_only, uint8_t* codes, float* totals) {
-    if (!is_first)
+    if constexpr (R > 2 && MAX_ROWS < 12) {  // too few registers for sums and opened codes
+        if (is_first) Int4Panel(a, panel).open(codes);
         int8_tile<R>(block, row, codes, totals);
-    else if (is_only)
+    } else if (!is_first) {
+        int8_tile<R>(block, row, codes, totals);
+    } else if (is_only) {
         int4_tile<R, false>(block, row, Int4Panel(a, panel), nullptr, totals);
-    else
+    } else {
         int4_tile<R, true>(block, row, Int4Panel(a, panel), codes, totals);
+    }
 }
 
 template <class T>
@@ -52,12 +56,11 @@ void linear_int8_vectors(const Int8LinearArgs& a) {
         shares.take([&](int64_t part, int64_t p) {
             const int64_t first = part * tiling.part_rows, tiles = tiling.tiles_of(part);
             if (!tiles) return;
-            const bool opens = a.steps && !ADDS_IN_INT16;
-            uint8_t* codes = opens ? opened_codes(block) : nullptr;
-            const uint8_t* panel = opens ? nullptr : int8_panel(a, block, p);
+            uint8_t* codes = a.steps ? opened_codes(block) : nullptr;
+            const uint8_t* panel = a.packed + p * block.quads * 4 * PANEL8;
             tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
                 float totals[width.value * PANEL8];
-                if (opens)
+                if (a.steps)
                     opening_tile<width.value>(a, block, p, row, row == first, tiles == 1, codes, totals);
                 else
                     int8_tile<width.value>(block, row, panel, totals);
