@@ -108,6 +108,7 @@ TABLES: dict[str, Table] = {
     "gpu-experts": Table(["gpu/h200-times"], gpu.experts),
     "peers": Table(["peers/xeon-amx-smollm2"], serving.peers),
     "peers-epyc": Table(["peers/epyc-zen4-smollm2"], serving.peers),
+    "peers-avx2": Table(["peers/epyc-avx2-smollm2"], serving.peers),
     "peers-speed": Table(["peers/xeon-vnni-speed"], serving.peers_speed),
     "overhead-own-core": Table(["overhead/epyc-zen5-own-core"], serving.overhead),
     "overhead-any-core": Table(["overhead/epyc-zen5-any-core"], serving.overhead),
