@@ -209,7 +209,7 @@ def main() -> int:
     timed = [case for case in compared if BASES[case.system] != case.format]
     vocab = ModelConfig.from_pretrained(folder).vocab_size
     speed = measure_speed(timed, vocab, args.rounds, args.threads)
-    results = {
+    results: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct off its grid",
         "tokens": sum(len(each) for each in nll[compared[0].name]),
         "rounds": len(speed[timed[0].name]),
