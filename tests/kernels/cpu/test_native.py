@@ -88,8 +88,10 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
     monkeypatch.setattr(native.bound, "library", lesser)
     for dtype in native.DTYPES:
         weight = (torch.randn(70, 51) / 7).to(dtype)
+        weight[0], weight[1] = 1, -1  # all codes at their ends, with one sign
         packed = matmul.pack_linear(weight)
         x = torch.randn(9, 51).to(dtype)
+        x[0], x[1] = 1, -1
         assert_close(matmul.linear(x, packed), (x.double() @ weight.double().T).to(dtype))
         for format in quant.WEIGHT_FORMATS:
             quantized = quant.quantize_weight(weight, format)
