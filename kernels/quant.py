@@ -117,9 +117,9 @@ class QuantizedWeight:
 class Int8Rows:
     """Activations [M, K] that are quantised already: what `quantize_rows_int8` gives.
 
-    `codes` int8 [M, K], any stride over M; `scales` fp32 [M, G], dense, of G groups of `group`
-    inputs each (None: one of all). `dtype` is what they were before, and what a linear makes of
-    them. `hadamard`: they were transformed before they were rounded.
+    `codes` int8 [M, K], -127 to 127, any stride over M; `scales` fp32 [M, G], dense, of G groups of
+    `group` inputs each (None: one of all). `dtype` is what they were before, and what a linear
+    makes of them. `hadamard`: they were transformed before they were rounded.
     """
 
     codes: Tensor

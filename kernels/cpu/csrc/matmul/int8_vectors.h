@@ -11,9 +11,14 @@ INLINE uint8_t* opened_codes(const Int8Block& block) {
     return own.data() + (64 - (uintptr_t)own.data() % 64) % 64;
 }
 
-// A panel's codes plus 128, [K / 4][PANEL8][4]: where they are, or opened for this thread.
+// A panel of a weight in 8 bits: codes plus 128, [K / 4][PANEL8][4].
+INLINE const uint8_t* whole_panel(const Int8LinearArgs& a, const Int8Block& block, int64_t panel) {
+    return a.packed + panel * block.quads * 4 * PANEL8;
+}
+
+// The same of either weight: where it is, or opened for this thread.
 INLINE const uint8_t* int8_panel(const Int8LinearArgs& a, const Int8Block& block, int64_t panel) {
-    if (!a.steps) return a.packed + panel * block.quads * 4 * PANEL8;
+    if (!a.steps) return whole_panel(a, block, panel);
     uint8_t* codes = opened_codes(block);
     Int4Panel(a, panel).open(codes);
     return codes;
@@ -57,13 +62,12 @@ void linear_int8_vectors(const Int8LinearArgs& a) {
             const int64_t first = part * tiling.part_rows, tiles = tiling.tiles_of(part);
             if (!tiles) return;
             uint8_t* codes = a.steps ? opened_codes(block) : nullptr;
-            const uint8_t* panel = a.packed + p * block.quads * 4 * PANEL8;
             tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
                 float totals[width.value * PANEL8];
                 if (a.steps)
                     opening_tile<width.value>(a, block, p, row, row == first, tiles == 1, codes, totals);
                 else
-                    int8_tile<width.value>(block, row, panel, totals);
+                    int8_tile<width.value>(block, row, whole_panel(a, block, p), totals);
                 for (int64_t r = 0; r < rows; ++r)
                     finish_int8<T>(a, start + row + r, p, totals + r * PANEL8);
             });

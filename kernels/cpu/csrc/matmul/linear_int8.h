@@ -85,6 +85,10 @@ INLINE vi add_products(vi acc, vi w, vi x) {
 }
 #endif
 
+// Ints that four codes of a row take: their mask, too, where products are added in int16.
+template <bool IN_INT16 = ADDS_IN_INT16>
+constexpr int64_t QUAD_INTS = IN_INT16 ? 2 : 1;
+
 // Four codes of a row, and the mask of those that were negated.
 struct Quad {
     uint32_t codes, negated;
@@ -116,7 +120,7 @@ struct Int8Block {
         const size_t many = (size_t)std::min(a.rows, BLOCK);
         reserve_rows(a, many);
         // The last tile may have a row that is not needed.
-        grow(tiles, (many + 1) * quads * (ADDS_IN_INT16 ? 2 : 1));
+        grow(tiles, (many + 1) * quads * QUAD_INTS<>);
         grow(tile_sums, (many + 1) * groups);
         grow(tile_scales, (many + 1) * groups);
     }
@@ -141,8 +145,8 @@ struct Int8Block {
 template <bool IN_INT16 = ADDS_IN_INT16>
 INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Tiling& tiling) {
     const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
-    constexpr int64_t UNIT = IN_INT16 ? 2 : 1;
-    int32_t* to = block.tiles.data() + UNIT * (first * block.quads + (row - first));
+    constexpr int64_t INTS = QUAD_INTS<IN_INT16>;
+    int32_t* to = block.tiles.data() + INTS * (first * block.quads + (row - first));
     block.add_up(row, codes);
     const int64_t place = first * block.groups + (row - first);
     for (int64_t g = 0; g < block.groups; ++g) {
@@ -154,9 +158,9 @@ INLINE void lay_out(Int8Block& block, int64_t row, const int8_t* codes, const Ti
             if constexpr (IN_INT16) {
                 const Quad quad = with_opposite_signs(four);
                 negated += sum_of_negated(quad);
-                std::memcpy(to + UNIT * at * step, &quad, sizeof quad);
+                std::memcpy(to + INTS * at * step, &quad, sizeof quad);
             } else {
-                std::memcpy(to + at * step, &four, 4);
+                std::memcpy(to + INTS * at * step, &four, 4);
             }
         }
         const int64_t from = row * block.groups + g;
@@ -202,8 +206,7 @@ INLINE void add_quads(const int32_t* x, const vi (&w)[2], vi (&acc)[R][2]) {
 // chain of fused multiply-adds, group after group.
 template <int R>
 void int8_tile(const Int8Block& block, int64_t row, const uint8_t* weights, float* out) {
-    constexpr int64_t UNIT = ADDS_IN_INT16 ? 2 : 1;
-    const int32_t* x = block.tiles.data() + UNIT * row * block.quads;
+    const int32_t* x = block.tiles.data() + QUAD_INTS<> * row * block.quads;
     const int32_t* sums = block.tile_sums.data() + row * block.groups;
     const float* scales = block.tile_scales.data() + row * block.groups;
     constexpr bool IN_REGISTERS = 2 * R <= MAX_ROWS;
@@ -218,7 +221,7 @@ void int8_tile(const Int8Block& block, int64_t row, const uint8_t* weights, floa
             prefetch_ahead(pair);
             prefetch_ahead(pair + VECTOR_BYTES);
             const vi w[2] = {load_bits(pair), load_bits(pair + VECTOR_BYTES)};
-            add_quads<R>(x + UNIT * at * R, w, acc);
+            add_quads<R>(x + QUAD_INTS<> * at * R, w, acc);
         }
         UNROLL for (int r = 0; r < R; ++r) {
             const float scale = scales[g * R + r];

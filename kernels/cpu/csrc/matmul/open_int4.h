@@ -112,8 +112,7 @@ struct Int4Panel {
 template <int R, bool KEEP>
 void int4_tile(const Int8Block& block, int64_t row, const Int4Panel& panel, uint8_t* kept,
                float* out) {
-    constexpr int64_t UNIT = ADDS_IN_INT16 ? 2 : 1;
-    const int32_t* x = block.tiles.data() + UNIT * row * block.quads;
+    const int32_t* x = block.tiles.data() + QUAD_INTS<> * row * block.quads;
     const int32_t* sums = block.tile_sums.data() + row * block.groups;
     const float* scales = block.tile_scales.data() + row * block.groups;
     constexpr bool IN_REGISTERS = 2 * R <= MAX_ROWS;
@@ -126,12 +125,12 @@ void int4_tile(const Int8Block& block, int64_t row, const Int4Panel& panel, uint
         while (word < end) {
             const Int4Opener opener = panel.opener(word);
             const int64_t stop = std::min(end, (word / panel.group + 1) * panel.group);
-            for (; word < stop; ++word, x += 2 * UNIT * R) {
+            for (; word < stop; ++word, x += 2 * QUAD_INTS<> * R) {
                 vi w[2][2];
                 opener.open(panel.words + word * NIBBLES_BYTES, w);
                 if constexpr (KEEP) keep(w, kept + word * 2 * NIBBLES_BYTES);
                 add_quads<R>(x, w[0], acc);
-                add_quads<R>(x + UNIT * R, w[1], acc);
+                add_quads<R>(x + QUAD_INTS<> * R, w[1], acc);
             }
         }
         UNROLL for (int r = 0; r < R; ++r)
