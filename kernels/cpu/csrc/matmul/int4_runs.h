@@ -56,25 +56,22 @@ struct Runs {
     }
 };
 
-// What `lay_out` leaves out of a row: the sums of the codes of two runs, in int16 each, tile after tile
-// as [groups][pairs][rows of the tile].
-INLINE void lay_out_run_sums(Int8Block& block, const Runs& runs, int64_t row, const int8_t* codes,
-                             const Tiling& tiling) {
+// `lay_out`, and what a row's offsets are multiplied by: the sums of the codes of two runs, in int16 each,
+// tile after tile as [groups][pairs][rows of the tile].
+INLINE void lay_out_runs(Int8Block& block, const Runs& runs, int64_t row, const int8_t* codes,
+                         const Tiling& tiling) {
+    lay_out<false>(block, row, codes, tiling);
     const int64_t first = tiling.first_of(row), step = tiling.width_at(first);
-    const int64_t count = block.groups * runs.pairs;
-    int32_t* to = block.run_sums.data() + first * count + (row - first);
+    int32_t* to = block.run_sums.data() + first * block.groups * runs.pairs + (row - first);
     for (int64_t g = 0; g < block.groups; ++g) {
         const int64_t end = 4 * std::min(block.quads, (g + 1) * block.group);
         int64_t at = 4 * g * block.group;
         for (int64_t pair = 0; pair < runs.pairs; ++pair, to += step) {
-            uint32_t sums = 0;
-            for (int half = 0; half < 2; ++half) {
-                int32_t sum = 0;
+            uint16_t sums[2] = {};
+            for (uint16_t& sum : sums)
                 for (const int64_t stop = std::min(end, at + 4 * runs.quads); at < stop; ++at)
                     sum += codes[at];
-                sums |= (uint32_t)(uint16_t)sum << (16 * half);
-            }
-            *to = (int32_t)sums;
+            std::memcpy(to, sums, sizeof sums);
         }
     }
 }
@@ -95,13 +92,10 @@ struct PackedRuns {
     const uint8_t* words;
     OfRuns steps, offsets;
 
-    PackedRuns(const Int4Panel& panel, const Runs& runs, int64_t quads_before)
-        : words(panel.words + quads_before / 2 * NIBBLES_BYTES) {
-        const int64_t before = quads_before / runs.quads, passed = before % runs.in_weight_group;
-        const int64_t at = before / runs.in_weight_group * PANEL8;
-        steps = {panel.steps + at, passed, runs.in_weight_group};
-        offsets = {panel.offsets + at, passed, runs.in_weight_group};
-    }
+    PackedRuns(const Int4Panel& panel, const Runs& runs)
+        : words(panel.words),
+          steps{panel.steps, 0, runs.in_weight_group},
+          offsets{panel.offsets, 0, runs.in_weight_group} {}
     INLINE void take(vi (&codes)[2][2]) {  // of two quads
         constexpr int32_t LOW = 0x0F0F0F0F;
         UNROLL for (int n = 0; n < 2; ++n) {
@@ -178,15 +172,15 @@ INLINE void add_run(const int32_t* x, int64_t quads, Weight& weight, vi* acc) {
     in_memory();
 }
 
-// out[R][PANEL8] += the groups [first, end) of a tile of R rows and one panel.
+// `int8_tile` of a weight in 4 bits.
 template <int R, int RUN, class Weight>
-void runs_tile(const Int8Block& block, int64_t pairs, int64_t row, int64_t first, int64_t end,
-               Weight weight, float* out) {
-    const int32_t* x = block.tiles.data() + row * block.quads + first * block.group * R;
+void runs_tile(const Int8Block& block, int64_t pairs, int64_t row, Weight weight, float* out) {
+    const int32_t* x = block.tiles.data() + row * block.quads;
     const int32_t* x_sums = block.run_sums.data() + row * block.groups * pairs;
     const int32_t* sums = block.tile_sums.data() + row * block.groups;
     const float* scales = block.tile_scales.data() + row * block.groups;
-    for (int64_t g = first; g < end; ++g) {
+    std::memset(out, 0, R * PANEL8 * sizeof(float));
+    for (int64_t g = 0; g < block.groups; ++g) {
         int64_t quads = std::min(block.group, block.quads - g * block.group);
         vi acc[2 * R];
         UNROLL for (int r = 0; r < R; ++r) acc[2 * r] = acc[2 * r + 1] = sums[g * R + r] - vi{};
@@ -211,31 +205,29 @@ void runs_tile(const Int8Block& block, int64_t pairs, int64_t row, int64_t first
     }
 }
 
-// Memory that `open_runs` takes.
-INLINE int64_t opened_runs_bytes(int64_t quads) { return quads * 8 * VECTOR_BYTES; }
+// Bytes that `open_runs` writes.
+INLINE int64_t opened_runs_bytes(const Int8Block& block) { return block.quads * 8 * VECTOR_BYTES; }
 
-// The groups [first, end) of a panel, to serve several tiles.
-INLINE OpenedRuns open_runs(const Int8Block& block, const Runs& runs, int64_t first, int64_t end,
-                            PackedRuns from, uint8_t* memory) {
-    const int64_t before = first * block.group, quads = std::min(block.quads, end * block.group) - before;
-    vi* codes = (vi*)memory;
-    vi *steps = codes + 2 * quads, *offsets = steps + 2 * quads;
+// A panel for several tiles.
+INLINE OpenedRuns open_runs(const Int8Block& block, const Runs& runs, PackedRuns from, uint8_t* to) {
+    vi* codes = (vi*)to;
+    vi *steps = codes + 2 * block.quads, *offsets = steps + 2 * block.quads;
     const OpenedRuns opened{codes, steps, offsets};
-    for (int64_t at = 0; at < quads; at += 2, codes += 4) {
+    for (int64_t at = 0; at < block.quads; at += 2, codes += 4) {
         vi taken[2][2];
         from.take(taken);
         keep(taken, (uint8_t*)codes);
     }
-    for (int64_t g = first; g < end; ++g) {
-        const int64_t count = std::min(block.group, block.quads - g * block.group);
-        for (int64_t at = 0; at < count; at += runs.quads, steps += 2) {
+    for (int64_t g = 0; g < block.groups; ++g) {
+        const int64_t quads = std::min(block.group, block.quads - g * block.group);
+        for (int64_t at = 0; at < quads; at += runs.quads, steps += 2) {
             vi taken[2];
             from.take_steps(taken);
             steps[0] = taken[0], steps[1] = taken[1];
         }
-        for (int64_t at = 0; at < count; at += 2 * runs.quads, offsets += 2) {
+        for (int64_t at = 0; at < quads; at += 2 * runs.quads, offsets += 2) {
             vi taken[2];
-            from.take_offsets(taken, at + runs.quads < count);
+            from.take_offsets(taken, at + runs.quads < quads);
             offsets[0] = taken[0], offsets[1] = taken[1];
         }
     }

@@ -114,8 +114,8 @@ struct Int8Block {
     std::vector<int32_t> tiles, tile_sums;
     std::vector<float> tile_scales;
     std::vector<float> scales;  // [rows][groups]
-    std::vector<int32_t> sums;  // of the codes of a group
-    std::vector<int32_t> run_sums;  // of shorter runs (int4_runs.h)
+    std::vector<int32_t> sums;      // of the codes of a group
+    std::vector<int32_t> run_sums;  // of shorter runs, in tiles (int4_runs.h)
 
     void reserve(const Int8LinearArgs& a) {
         const size_t many = (size_t)std::min(a.rows, BLOCK);
@@ -203,24 +203,21 @@ INLINE void add_quads(const int32_t* x, const vi (&w)[2], vi (&acc)[R][2]) {
         }
 }
 
-// out[R][PANEL8] += the groups [first, end) of R rows and one panel: each group's sum times its scale, added
-// up in one chain of fused multiply-adds, group after group.
+// out[R][PANEL8] = the totals of R rows and one panel: each group's sum times its scale, added up in one
+// chain of fused multiply-adds, group after group.
 template <int R>
-void int8_tile(const Int8Block& block, int64_t row, int64_t first, int64_t end, const uint8_t* weights,
-               float* out) {
+void int8_tile(const Int8Block& block, int64_t row, const uint8_t* weights, float* out) {
     const int32_t* x = block.tiles.data() + QUAD_INTS<> * row * block.quads;
     const int32_t* sums = block.tile_sums.data() + row * block.groups;
     const float* scales = block.tile_scales.data() + row * block.groups;
     constexpr bool IN_REGISTERS = 2 * R <= MAX_ROWS;
-    vf totals[R][2];
-    if constexpr (IN_REGISTERS)
-        UNROLL for (int r = 0; r < R; ++r)
-            UNROLL for (int n = 0; n < 2; ++n) totals[r][n] = load(out + r * PANEL8 + n * W);
-    for (int64_t g = first; g < end; ++g) {
-        const int64_t stop = std::min(block.quads, (g + 1) * block.group);
+    vf totals[R][2] = {};
+    if constexpr (!IN_REGISTERS) std::memset(out, 0, R * PANEL8 * sizeof(float));
+    for (int64_t g = 0; g < block.groups; ++g) {
+        const int64_t end = std::min(block.quads, (g + 1) * block.group);
         vi acc[R][2];
         UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = sums[g * R + r] - vi{};
-        for (int64_t at = g * block.group; at < stop; ++at) {
+        for (int64_t at = g * block.group; at < end; ++at) {
             const uint8_t* pair = weights + at * 4 * PANEL8;
             prefetch_ahead(pair);
             prefetch_ahead(pair + VECTOR_BYTES);

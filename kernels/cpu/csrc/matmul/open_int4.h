@@ -110,23 +110,21 @@ struct Int4Panel {
 // `int8_tile` of a weight in 4 bits, opened in registers on the way; opened codes are left in `kept`,
 // [K / 4][PANEL8][4], if they are to serve further tiles.
 template <int R, bool KEEP>
-void int4_tile(const Int8Block& block, int64_t row, int64_t first, int64_t end, const Int4Panel& panel,
-               uint8_t* kept, float* out) {
-    const int32_t* x = block.tiles.data() + QUAD_INTS<> * (row * block.quads + first * block.group * R);
+void int4_tile(const Int8Block& block, int64_t row, const Int4Panel& panel, uint8_t* kept,
+               float* out) {
+    const int32_t* x = block.tiles.data() + QUAD_INTS<> * row * block.quads;
     const int32_t* sums = block.tile_sums.data() + row * block.groups;
     const float* scales = block.tile_scales.data() + row * block.groups;
     constexpr bool IN_REGISTERS = 2 * R <= MAX_ROWS;
-    vf totals[R][2];
-    if constexpr (IN_REGISTERS)
-        UNROLL for (int r = 0; r < R; ++r)
-            UNROLL for (int n = 0; n < 2; ++n) totals[r][n] = load(out + r * PANEL8 + n * W);
-    for (int64_t g = first, word = first * block.group / 2; g < end; ++g) {
-        const int64_t last = std::min(block.quads, (g + 1) * block.group) / 2;
+    vf totals[R][2] = {};
+    if constexpr (!IN_REGISTERS) std::memset(out, 0, R * PANEL8 * sizeof(float));
+    for (int64_t g = 0, word = 0; g < block.groups; ++g) {
+        const int64_t end = std::min(block.quads, (g + 1) * block.group) / 2;
         vi acc[R][2];
         UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = sums[g * R + r] - vi{};
-        while (word < last) {
+        while (word < end) {
             const Int4Opener opener = panel.opener(word);
-            const int64_t stop = std::min(last, (word / panel.group + 1) * panel.group);
+            const int64_t stop = std::min(end, (word / panel.group + 1) * panel.group);
             for (; word < stop; ++word, x += 2 * QUAD_INTS<> * R) {
                 vi w[2][2];
                 opener.open(panel.words + word * NIBBLES_BYTES, w);
