@@ -153,7 +153,7 @@ INLINE void write_row(const CodesArgs& int8, int64_t t, const T* row, int64_t di
 
 template <class T>
 void quantize(const QuantizeArgs& a) {
-#pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN)
+#pragma omp parallel for num_threads((int)a.threads) if (a.rows * a.dim > GRAIN / 4)
     for (int64_t t = 0; t < a.rows; ++t) write_row(a.int8, t, (const T*)a.x + t * a.stride, a.dim);
 }
 
@@ -187,7 +187,7 @@ void rms_norm_of(const RmsNormArgs& a) {
     const int64_t dim = a.dim;
     const V *weight = (const V*)a.weight, *post = (const V*)a.post;
     const float factor = (float)a.factor;
-#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * dim > GRAIN)
+#pragma omp parallel for num_threads((int)a.threads) if (a.tokens * a.heads * dim > GRAIN / 4)
     for (int64_t row = 0; row < a.tokens * a.heads; ++row) {
         const int64_t t = row / a.heads, h = row % a.heads;
         const T* from = (const T*)a.x + t * a.x_token_stride + h * a.x_head_stride;

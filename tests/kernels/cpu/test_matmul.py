@@ -197,15 +197,18 @@ def test_int8_with_groups_of_activations(cpu_path, group, dtype):
 @pytest.mark.parametrize("group", [8, 16, 32, 40, 64, 128, 2000])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_int4_has_the_bits_of_the_int8_weight_it_stands_for(cpu_path, group, dtype):
-    """Opened in registers for few rows and in memory for many; codes at both ends of int8."""
+    """Opened in registers for few rows and in memory for many; codes at both ends of int8, and one
+    output whose nibbles are all at their end."""
     for num_outputs, num_inputs in ((1, 1), (33, 65), (70, 576), (31, 1001)):
         quantized = quant.quantize_weight(torch.randn(num_outputs, num_inputs), "int4", group)
+        assert quantized.steps is not None and quantized.offsets is not None
+        quantized.codes[-1], quantized.steps[-1], quantized.offsets[-1] = 0xFF, 17, -128
         codes = quant.int8_codes(quantized)
         same = quant.QuantizedWeight("int8", codes, quantized.scales, num_inputs, quant.INT8_GROUP)
         bias = torch.randn(num_outputs)
         packed, other = pack_as(cpu_path, quantized, bias), pack_as(cpu_path, same, bias)
         x = rows_of(130, num_inputs, dtype)
-        x[3, 0], x[5], x[6] = 1e3, 0, 1
+        x[3, 0], x[5], x[6], x[7] = 1e3, 0, 1, -1
         want = linear(x, other)
         assert_linear(want, quant.linear_reference(x, quantized, bias))
         for num_rows in (1, 2, 4, 6, 7, 8, 9, 13, 25, 49, 97, 130):

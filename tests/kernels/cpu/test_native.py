@@ -93,8 +93,9 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         x = torch.randn(9, 51).to(dtype)
         x[0], x[1] = 1, -1
         assert_close(matmul.linear(x, packed), (x.double() @ weight.double().T).to(dtype))
-        for format in quant.WEIGHT_FORMATS:
-            quantized = quant.quantize_weight(weight, format)
+        formats = [(format, 16) for format in quant.WEIGHT_FORMATS]
+        for format, group in [*formats, ("int4", 8), ("int4", 32)]:
+            quantized = quant.quantize_weight(weight, format, group)
             packed = matmul.pack_linear(quantized)
             assert_close(matmul.linear(x, packed), quant.linear_reference(x, quantized))
         rows = rowwise.act_mul_int8(x[:, :50])
