@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,17 @@ def test_a_lesser_cpu(native_path, tmp_path, monkeypatch):
         assert_close(rowwise.act_mul(x[:, :50]), act_mul_reference(x[:, :50]))
         ones = torch.ones(51, dtype=dtype)
         assert_close(rowwise.rms_norm(x, ones, 1e-5), rms_norm_reference(x, ones, 1e-5))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names kinds of x86-64")
+@pytest.mark.parametrize("kind", ["x86-64", "x86-64-v3", "skylake-avx512", "sapphirerapids"])
+def test_the_sources_are_valid_for_other_cpus(native_path, kind):
+    compiler = native.find_compiler()
+    assert compiler is not None
+    flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
+    flags += [f"-march={kind}", f"-I{native.FOLDER}", "-fsyntax-only", "-w"]
+    for source in native.SOURCES:
+        subprocess.run([compiler, *flags, str(native.FOLDER / source)], check=True)
 
 
 def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, monkeypatch):

@@ -22,8 +22,8 @@ INLINE vi16 pair_products(vi nibbles, vi x) {
 }
 INLINE vi pair_sums(vi16 a, vi b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 #else  // compiled, but never run
-INLINE vi16 pair_products(vi, vi) { return {}; }
-INLINE vi pair_sums(vi16, vi) { return {}; }
+INLINE vi16 pair_products(vi, vi) { return vi16{}; }
+INLINE vi pair_sums(vi16, vi) { return vi{}; }
 #endif
 
 // The sums of a run fill the registers. GCC would load a vector of the weight anew for each row and add
