@@ -26,9 +26,9 @@ INLINE vi16 pair_products(vi, vi) { return vi16{}; }
 INLINE vi pair_sums(vi16, vi) { return vi{}; }
 #endif
 
-// The sums of a run fill the registers. GCC would load a vector of the weight anew for each row and add
-// products in a tree, or keep sums of a group there, too: the one has the value in a register at this
-// point, the other has all others in memory.
+// The sums of a run fill the registers. GCC would load a vector of the weight anew for each row, add
+// products in a tree, and want the sums of a group in registers, too: here a value has to be in one, and
+// sums in memory.
 template <class V>
 INLINE void in_register(V& value) {
 #if defined(__AVX512F__)
@@ -37,7 +37,7 @@ INLINE void in_register(V& value) {
     asm("" : "+x"(value));
 #endif
 }
-INLINE void in_memory() { asm volatile("" ::: "memory"); }
+INLINE void in_memory(const vi* sums) { asm volatile("" : : "r"(sums) : "memory"); }
 
 // How the inputs of a product fall into runs: within one group of the weight and one of the row.
 struct Runs {
@@ -169,7 +169,7 @@ INLINE void add_run(const int32_t* x, int64_t quads, Weight& weight, vi* acc) {
     weight.take_steps(steps);
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int n = 0; n < 2; ++n) acc[2 * r + n] += pair_sums(sums[r][n], steps[n]);
-    in_memory();
+    in_memory(acc);
 }
 
 // `int8_tile` of a weight in 4 bits.
@@ -193,7 +193,7 @@ void runs_tile(const Int8Block& block, int64_t pairs, int64_t row, Weight weight
                     acc[2 * r + n] += pair_sums((vi16)offsets[n], both);
             }
         }
-        in_memory();
+        in_memory(acc);
         for (; quads >= RUN; quads -= RUN, x += RUN * R) add_run<R, RUN, true>(x, RUN, weight, acc);
         if (quads > 0) add_run<R, RUN, false>(x, quads, weight, acc);
         UNROLL for (int r = 0; r < R; ++r)

@@ -43,24 +43,31 @@ INLINE void opening_tile(const Int8LinearArgs& a, const Int8Block& block, int64_
     }
 }
 
-// body(first row, rows, totals[rows, rounded up][PANEL8]) for the tiles of a part and one panel.
+// What follows: body(first row, rows, totals[rows, rounded up][PANEL8]) for the tiles of a part and one panel.
+
 template <class Body>
-INLINE void each_int8_tile(const Int8LinearArgs& a, const Int8Block& block, const Tiling& tiling,
-                           int64_t part, int64_t panel, Body&& body) {
-    const int64_t first = part * tiling.part_rows;
-    const bool is_only = tiling.tiles_of(part) == 1;
-    uint8_t* codes = a.steps && !is_only ? opened_codes(block) : nullptr;
+INLINE void each_whole_tile(const Int8LinearArgs& a, const Int8Block& block, const Tiling& tiling,
+                            int64_t part, int64_t panel, Body&& body) {
     tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
         float totals[width.value * PANEL8];
-        if (a.steps)
-            opening_tile<width.value>(a, block, panel, row, row == first, is_only, codes, totals);
-        else
-            int8_tile<width.value>(block, row, whole_panel(a, block, panel), totals);
+        int8_tile<width.value>(block, row, whole_panel(a, block, panel), totals);
         body(row, rows, totals);
     });
 }
 
-// The same of a weight in 4 bits whose products are added in int16.
+template <class Body>
+INLINE void each_opening_tile(const Int8LinearArgs& a, const Int8Block& block, const Tiling& tiling,
+                              int64_t part, int64_t panel, Body&& body) {
+    const int64_t first = part * tiling.part_rows;
+    const bool is_only = tiling.tiles_of(part) == 1;
+    uint8_t* codes = opened_codes(block);
+    tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
+        float totals[width.value * PANEL8];
+        opening_tile<width.value>(a, block, panel, row, row == first, is_only, codes, totals);
+        body(row, rows, totals);
+    });
+}
+
 template <int RUN, class Body>
 INLINE void each_runs_tile(const Int8LinearArgs& a, const Int8Block& block, const Runs& runs,
                            const Tiling& tiling, int64_t part, int64_t panel, Body&& body) {
@@ -74,6 +81,16 @@ INLINE void each_runs_tile(const Int8LinearArgs& a, const Int8Block& block, cons
     };
     if (tiling.tiles_of(part) == 1) return each_tile(packed);
     each_tile(open_runs(block, runs, packed, opened_memory(opened_runs_bytes(block))));
+}
+
+template <class Body>
+INLINE void each_int8_tile(const Int8LinearArgs& a, const Int8Block& block, const Runs& runs,
+                           const Tiling& tiling, int64_t part, int64_t panel, Body&& body) {
+    if (!a.steps) return each_whole_tile(a, block, tiling, part, panel, body);
+    if constexpr (!ADDS_IN_INT16) return each_opening_tile(a, block, tiling, part, panel, body);
+    else if (runs.quads == 8) each_runs_tile<8>(a, block, runs, tiling, part, panel, body);
+    else if (runs.quads == 4) each_runs_tile<4>(a, block, runs, tiling, part, panel, body);
+    else each_runs_tile<2>(a, block, runs, tiling, part, panel, body);
 }
 
 template <class T>
@@ -102,18 +119,11 @@ void linear_int8_vectors(const Int8LinearArgs& a) {
                 lay_out(block, row, codes, tiling);
         shares.take([&](int64_t part, int64_t p) {
             if (!tiling.tiles_of(part)) return;
-            const auto finish = [&](int64_t row, int64_t rows, const float* totals) {
-                for (int64_t r = 0; r < rows; ++r)
-                    finish_int8<T>(a, start + row + r, p, totals + r * PANEL8);
-            };
-            if (!in_runs)
-                each_int8_tile(a, block, tiling, part, p, finish);
-            else if (runs.quads == 8)
-                each_runs_tile<8>(a, block, runs, tiling, part, p, finish);
-            else if (runs.quads == 4)
-                each_runs_tile<4>(a, block, runs, tiling, part, p, finish);
-            else
-                each_runs_tile<2>(a, block, runs, tiling, part, p, finish);
+            each_int8_tile(a, block, runs, tiling, part, p,
+                           [&](int64_t row, int64_t rows, const float* totals) {
+                               for (int64_t r = 0; r < rows; ++r)
+                                   finish_int8<T>(a, start + row + r, p, totals + r * PANEL8);
+                           });
         });
         if (start + BLOCK < a.rows) {
 #pragma omp barrier

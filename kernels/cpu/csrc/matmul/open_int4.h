@@ -1,5 +1,6 @@
 // int8 weights kept in 4 bits: within a group of inputs, an output feature's codes are step * nibble +
-// offset. They are opened to what linear_int8.h multiplies, whose products and sums they share.
+// offset. They are opened to what linear_int8.h multiplies, whose products and sums they share (without
+// VNNI: int4_runs.h).
 //
 // A panel is [K / 8][2 W] words; the low bits of byte i of a word are nibble i, the high bits nibble i + 4.
 // A product of the bytes of a word with a step stays within each byte (15 x 17 = 255), so one
@@ -112,7 +113,7 @@ struct Int4Panel {
 template <int R, bool KEEP>
 void int4_tile(const Int8Block& block, int64_t row, const Int4Panel& panel, uint8_t* kept,
                float* out) {
-    const int32_t* x = block.tiles.data() + QUAD_INTS<> * row * block.quads;
+    const int32_t* x = block.tiles.data() + row * block.quads;
     const int32_t* sums = block.tile_sums.data() + row * block.groups;
     const float* scales = block.tile_scales.data() + row * block.groups;
     constexpr bool IN_REGISTERS = 2 * R <= MAX_ROWS;
@@ -125,12 +126,12 @@ void int4_tile(const Int8Block& block, int64_t row, const Int4Panel& panel, uint
         while (word < end) {
             const Int4Opener opener = panel.opener(word);
             const int64_t stop = std::min(end, (word / panel.group + 1) * panel.group);
-            for (; word < stop; ++word, x += 2 * QUAD_INTS<> * R) {
+            for (; word < stop; ++word, x += 2 * R) {
                 vi w[2][2];
                 opener.open(panel.words + word * NIBBLES_BYTES, w);
                 if constexpr (KEEP) keep(w, kept + word * 2 * NIBBLES_BYTES);
                 add_quads<R>(x, w[0], acc);
-                add_quads<R>(x + QUAD_INTS<> * R, w[1], acc);
+                add_quads<R>(x + R, w[1], acc);
             }
         }
         UNROLL for (int r = 0; r < R; ++r)
