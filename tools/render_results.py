@@ -115,6 +115,7 @@ TABLES: dict[str, Table] = {
     "overhead-xeon": Table(["overhead/xeon-vnni"], serving.overhead),
     "overhead-model-b": Table(["overhead/epyc-zen5-model-b"], serving.overhead),
     "overhead-w3": Table(["overhead/epyc-avx2-w3"], serving.overhead),
+    "overhead-w3-int4": Table(["overhead/epyc-avx2-w3-int4"], serving.overhead),
     "overhead-w3-xeon": Table(["overhead/xeon-amx-w3"], serving.overhead),
     "overhead-w3-own-core": Table(["overhead/xeon-amx-w3-own-core"], serving.overhead),
     "startup-torch": Table(["startup/epyc-avx2-torch"], commits.startup),
