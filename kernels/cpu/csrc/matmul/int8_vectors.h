@@ -45,12 +45,12 @@ INLINE void opening_tile(const Int8LinearArgs& a, const Int8Block& block, int64_
 
 // What follows: body(first row, rows, totals[rows, rounded up][PANEL8]) for the tiles of a part and one panel.
 
-template <class Body>
-INLINE void each_whole_tile(const Int8LinearArgs& a, const Int8Block& block, const Tiling& tiling,
-                            int64_t part, int64_t panel, Body&& body) {
+// multiply(first row, width, totals) makes the totals of a tile.
+template <class Multiply, class Body>
+INLINE void each_multiplied_tile(const Tiling& tiling, int64_t part, Multiply&& multiply, Body&& body) {
     tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
         float totals[width.value * PANEL8];
-        int8_tile<width.value>(block, row, whole_panel(a, block, panel), totals);
+        multiply(row, width, totals);
         body(row, rows, totals);
     });
 }
@@ -61,32 +61,33 @@ INLINE void each_opening_tile(const Int8LinearArgs& a, const Int8Block& block, c
     const int64_t first = part * tiling.part_rows;
     const bool is_only = tiling.tiles_of(part) == 1;
     uint8_t* codes = opened_codes(block);
-    tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
-        float totals[width.value * PANEL8];
+    const auto multiply = [&](int64_t row, auto width, float* totals) {
         opening_tile<width.value>(a, block, panel, row, row == first, is_only, codes, totals);
-        body(row, rows, totals);
-    });
+    };
+    each_multiplied_tile(tiling, part, multiply, body);
 }
 
 template <int RUN, class Body>
 INLINE void each_runs_tile(const Int8LinearArgs& a, const Int8Block& block, const Runs& runs,
                            const Tiling& tiling, int64_t part, int64_t panel, Body&& body) {
     const PackedRuns packed(Int4Panel(a, panel), runs);
-    const auto each_tile = [&](const auto& weight) {
-        tiling.each_tile(part, [&](int64_t row, int64_t rows, auto width) {
-            float totals[width.value * PANEL8];
+    const auto each_tile_of = [&](const auto& weight) {
+        const auto multiply = [&](int64_t row, auto width, float* totals) {
             runs_tile<width.value, RUN>(block, runs.pairs, row, weight, totals);
-            body(row, rows, totals);
-        });
+        };
+        each_multiplied_tile(tiling, part, multiply, body);
     };
-    if (tiling.tiles_of(part) == 1) return each_tile(packed);
-    each_tile(open_runs(block, runs, packed, opened_memory(opened_runs_bytes(block))));
+    if (tiling.tiles_of(part) == 1) return each_tile_of(packed);
+    each_tile_of(open_runs(block, runs, packed, opened_memory(opened_runs_bytes(block))));
 }
 
 template <class Body>
 INLINE void each_int8_tile(const Int8LinearArgs& a, const Int8Block& block, const Runs& runs,
                            const Tiling& tiling, int64_t part, int64_t panel, Body&& body) {
-    if (!a.steps) return each_whole_tile(a, block, tiling, part, panel, body);
+    const auto multiply = [&](int64_t row, auto width, float* totals) {
+        int8_tile<width.value>(block, row, whole_panel(a, block, panel), totals);
+    };
+    if (!a.steps) return each_multiplied_tile(tiling, part, multiply, body);
     if constexpr (!ADDS_IN_INT16) return each_opening_tile(a, block, tiling, part, panel, body);
     else if (runs.quads == 8) each_runs_tile<8>(a, block, runs, tiling, part, panel, body);
     else if (runs.quads == 4) each_runs_tile<4>(a, block, runs, tiling, part, panel, body);
@@ -112,11 +113,13 @@ void linear_int8_vectors(const Int8LinearArgs& a) {
 #pragma omp single nowait
         shares.cut(tiling.parts, panels, threads);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < tiling.rows; ++row)
-            if (const int8_t* codes = codes_of<T>(a, block, start, row); in_runs)
+        for (int64_t row = 0; row < tiling.rows; ++row) {
+            const int8_t* codes = codes_of<T>(a, block, start, row);
+            if (in_runs)
                 lay_out_runs(block, runs, row, codes, tiling);
             else
                 lay_out(block, row, codes, tiling);
+        }
         shares.take([&](int64_t part, int64_t p) {
             if (!tiling.tiles_of(part)) return;
             each_int8_tile(a, block, runs, tiling, part, p,
