@@ -13,7 +13,6 @@ from typing import Any
 
 from penstock.deployments.cli.flags.commands import add_command
 from penstock.workers.errors import ConfigError
-from penstock.workers.weights.hub import resolve_model
 
 EXAMPLES = """\
 examples:
@@ -104,6 +103,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ConfigError(f"--tokens must be positive; got {args.tokens}")
     text = None if args.text is None else _read(Path(args.text).expanduser())
+    from penstock.workers.weights.hub import resolve_model
+
     folder = resolve_model(args.model)
     from tqdm import tqdm
 

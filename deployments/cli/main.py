@@ -7,6 +7,7 @@ it runs, so that `--help` is immediate.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,6 @@ from penstock.deployments.cli.flags.server import (
     add_server_flags,
     tls_of,
 )
-from penstock.deployments.cli.planning.plan import run_plan
 from penstock.deployments.cli.quantize import add_quantize, run_quantize
 from penstock.deployments.config import config_from
 from penstock.deployments.config_file import as_yaml
@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_batch(commands, _batch)
     add_keys(commands, _keys)
-    add_plan(commands, run_plan)
+    add_plan(commands, _plan)
     add_certs(commands, _certs)
     experts = commands.add_parser(
         "experts", help="show hit rates and transfers of a server's expert caches"
@@ -165,9 +165,18 @@ def _serve(args: argparse.Namespace) -> int:
     if args.dump_config:
         print(as_yaml(values_by_group(config)), end="")
         return 0
-    from penstock.deployments.cli.serve import run_serve
+    from penstock.deployments.cli.starting.environment import prepare_environment
+    from penstock.deployments.supervision.fork_server import ForkServer
 
-    return run_serve(config)
+    prepare_environment(config)
+    with contextlib.ExitStack() as ended:
+        forks: ForkServer | None = None
+        if config.ray_address is None:
+            forks = ForkServer()  # it imports Ray while this process imports the rest
+            ended.callback(forks.close)
+        from penstock.deployments.cli.serve import run_serve
+
+        return run_serve(config, forks)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -260,6 +269,12 @@ def _eval(args: argparse.Namespace) -> int:
     from penstock.deployments.cli.evaluation.evaluate import run_eval
 
     return run_eval(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from penstock.deployments.cli.planning.plan import run_plan
+
+    return run_plan(args)
 
 
 def _certs(args: argparse.Namespace) -> int:

@@ -18,7 +18,6 @@ from penstock.deployments.cli.flags.commands import add_command
 from penstock.deployments.cli.flags.engine import add_quantized_layers
 from penstock.workers.errors import ConfigError
 from penstock.workers.quantization import QUANTIZED_FORMATS
-from penstock.workers.weights.hub import resolve_model
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -200,6 +199,7 @@ def _check_calibration(args: argparse.Namespace) -> None:
 def _calibrated(args: argparse.Namespace, out: Path) -> int:
     from penstock.workers.calibration.checkpoint import calibrate_into, plan_calibrated, widened
     from penstock.workers.calibration.rounding import Recipe
+    from penstock.workers.weights.hub import resolve_model
 
     named = {"method": args.method, "act_order": args.act_order, "damping": args.damping}
     given = {name: value for name, value in named.items() if value is not None}
@@ -276,6 +276,7 @@ def _grids(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plain(args: argparse.Namespace, out: Path) -> int:
+    from penstock.workers.weights.hub import resolve_model
     from penstock.workers.weights.quantize import plan_quantize, write_quantized
 
     plan = plan_quantize(

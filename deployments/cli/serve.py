@@ -5,8 +5,6 @@ Ray is imported after the configuration has been checked, as the import takes se
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -23,12 +21,8 @@ from penstock.deployments.hub_model import look_at
 from penstock.deployments.model_entries import place, within
 from penstock.deployments.preflight import check_before_start, check_formats
 from penstock.deployments.supervision.fork_server import ForkServer
-from penstock.deployments.supervision.ray_workarounds import (
-    driver_environment,
-    keep_own_sigterm_handler,
-)
+from penstock.deployments.supervision.ray_workarounds import keep_own_sigterm_handler
 from penstock.deployments.supervision.view import EXPIRY_S
-from penstock.workers.errors import ConfigError
 from penstock.workers.stats import worker_name
 from penstock.workers.weights.hub import is_hub_id
 
@@ -41,12 +35,15 @@ WATCH_S = 0.25
 LISTED_S = EXPIRY_S + 1.0  # longest for which a worker that has ended is listed
 
 
-def run_serve(config: ServeConfig) -> int:
+def run_serve(config: ServeConfig, forks: ForkServer | None) -> int:
     """Run a cluster until a signal ends it; the exit status. Raises ConfigError, LoadError
-    or StartError."""
+    or StartError.
+
+    `forks`: for a Ray of its own, closed by the caller; starting/environment.py has set what Ray
+    reads.
+    """
     config = config.with_absolute_paths()
     check_before_start(config)
-    _prepare_environment(config)
     began_s = time.monotonic()
     served = [f"{each.engine.model} as {each.model_name!r}" for each in config.each_model]
     _say(f"Penstock {version('penstock')} serves {' and '.join(served)}")
@@ -58,7 +55,6 @@ def run_serve(config: ServeConfig) -> int:
         )
     cluster: Cluster | None = None
     is_local = config.ray_address is None
-    forks = ForkServer() if is_local else None  # it imports Ray while this process does
     signals = Signals(
         give_up=lambda: cluster.stop_at_once() if cluster is not None else None,
         # An application is removed from a cluster that exists by asking it. A Ray of our own is
@@ -106,8 +102,6 @@ def run_serve(config: ServeConfig) -> int:
         signals.started()  # the clean-up must not be interrupted
         if cluster is not None:
             cluster.stop()
-        elif forks is not None:
-            forks.close()
     _say("stopped")
     return 0
 
@@ -130,24 +124,6 @@ def _looked_up(config: ServeConfig) -> ServeConfig:
     check_formats(found.config.engine, found.text)
     _say(str(found) if config.ray_address is None else f"{found.name} is at {found.name.revision}")
     return found.config
-
-
-def _prepare_environment(config: ServeConfig) -> None:
-    """Set Ray's environment variables, unless the user has set them."""
-    for name, value in driver_environment().items():
-        os.environ.setdefault(name, value)
-    if config.ray_address is None and "RAY_AUTH_MODE" not in os.environ:
-        # Ray's ports are open on every interface: the token admits only our own processes.
-        os.environ["RAY_AUTH_MODE"] = "token"
-        if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    is_off = os.environ.get("RAY_AUTH_MODE", "").strip().lower() == "disabled"
-    if config.ray_address is None and is_off and not config.insecure:
-        raise ConfigError(
-            "RAY_AUTH_MODE is 'disabled' in the environment: everyone who reaches Ray's ports "
-            "could run code on this machine; unset it or set it to token, or say --insecure "
-            "(insecure: true)"
-        )
 
 
 def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:

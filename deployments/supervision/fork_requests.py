@@ -20,7 +20,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +33,38 @@ REQUEST_S = 5.0  # for a request to arrive
 NO_REQUEST = (OSError, ValueError, TypeError, LookupError)
 CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 DONE = b"1"
+_OVER = object()
 
 
 def serve(
-    listener: socket.socket, own: Collection[str] = (), not_for: Collection[str] = ()
+    listener: socket.socket,
+    own: Collection[str] = (),
+    not_for: Collection[str] = (),
+    meanwhile: Iterable[None] = (),
 ) -> dict[str, Any] | None:
     """Answer requests until standard input ends: None. In a new process: the request for it.
 
     `own`: variables that this process has set; it forks for those alone that ask for them.
-    `not_for`: variables of the requests that it leaves to another process.
+    `not_for`: variables of the requests that it leaves to another process. `meanwhile`: work to be
+    done once there was a request, in steps: between them it answers.
     """
+    steps = iter(meanwhile)
+    patience_s: float | None = None  # for a request; None: until one comes
     with selectors.DefaultSelector() as events:
         events.register(listener, selectors.EVENT_READ)
         events.register(sys.stdin, selectors.EVENT_READ)
         while True:
-            for key, _ in events.select():
+            ready = events.select(patience_s)
+            if not ready and next(steps, _OVER) is _OVER:
+                patience_s = None
+            for key, _ in ready:
                 if key.fileobj is sys.stdin:
                     return None
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(*NO_REQUEST):
                     if (request := answer(connection, own, not_for)) is not None:
                         return request
+                patience_s = 0.0
 
 
 def answer(

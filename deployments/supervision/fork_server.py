@@ -40,22 +40,28 @@ from penstock.deployments.supervision.ray_workarounds import one_event_loop
 BEFORE_THE_RAYLET = (
     "penstock.deployments.supervision.preloaded",
     "fastapi",
-    "penstock.deployments.ingress.http.app",
-    "penstock.deployments.ingress.grpc.server",
-    "penstock.deployments.ingress.models",
-    "penstock.deployments.gate.service",
     "jsonschema",
     "requests",
     "opentelemetry.sdk.trace",
     "opentelemetry.sdk.metrics",
+    "penstock.deployments.gate.service",
+    "aiohttp",
 )
+# What Serve's controller and the workers need.
 AFTER_THE_RAYLET = (
     "ray",
-    "penstock.deployments.app",
     "ray.serve._private.controller",
+    "penstock.deployments.app",
+    "penstock.deployments.supervision.registry",
+)
+# The ingress and the gate need this, too. A start waits for the controller, so that is forked
+# before, and what else is asked for meanwhile between two of these, which take some 0.2 s each.
+AFTER_THE_FIRST = (
+    "penstock.deployments.ingress.core.service",
+    "penstock.deployments.ingress.http.openai.routes",
+    "penstock.deployments.ingress.http.app",
     "penstock.deployments.ingress.listeners",
     "penstock.deployments.gate.server",
-    "penstock.deployments.supervision.registry",
 )
 OF_WORKERS = ("penstock.workers.adapters.changes", "penstock.workers.engine.load")
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's library starts threads when it is loaded
@@ -152,10 +158,21 @@ def main() -> None:
     else:
         variables, of_others = {}, variables
     os.close(of_second)
+    rest = () if variables else AFTER_THE_FIRST
     with socket.socket(fileno=file) as listener:
-        request = serve(listener, variables, of_others)
+        request = serve(listener, variables, of_others, _imports(rest))
     if request is not None:
         become(request)
+
+
+def _imports(modules: Iterable[str]) -> Iterator[None]:
+    """Import one after the other, each when the next value is asked for."""
+    for name in modules:
+        with seeded_in_forks():
+            _import([name])
+        check_forks()
+        yield
+    gc.freeze()
 
 
 def check_forks() -> None:

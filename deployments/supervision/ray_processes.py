@@ -39,8 +39,13 @@ RESOURCES_FLAG = "--static_resource_list"
 NO_PORT = 1  # of an agent that does not listen: only root may open it, so no one else answers
 RAYLET = "raylet"
 # For `ray.init(_system_config=...)`: processes collect no metrics for the agent, which would pass
-# them on, and do not wait for it.
-SYSTEM_CONFIG = {"enable_metrics_collection": False, **PRELOADED}
+# them on, and do not wait for it. `ray.init` does not wait for a first worker process either: the
+# driver imports Serve meanwhile, which it cannot while it waits (Ray keeps Python's lock).
+SYSTEM_CONFIG = {
+    "enable_metrics_collection": False,
+    "prestart_worker_first_driver": False,
+    **PRELOADED,
+}
 
 
 @contextlib.contextmanager

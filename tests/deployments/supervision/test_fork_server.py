@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -34,6 +35,7 @@ import json, os, resource, signal, sys
 print(json.dumps({
     "argv": sys.argv, "parent": os.getppid(), "has_serve": "ray.serve" in sys.modules,
     "has_torch": "torch" in sys.modules,
+    "has_all": "penstock.deployments.gate.server" in sys.modules,
     "threads": len(os.listdir("/proc/self/task")), "cwd": os.getcwd(), "env": dict(os.environ),
     "cores": sorted(os.sched_getaffinity(0)), "nice": os.getpriority(os.PRIO_PROCESS, 0),
     "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
@@ -380,6 +382,23 @@ def test_without_variables_of_workers_no_process_imports_torch(tmp_path, monkeyp
         launches.forks.close()
 
 
+def test_the_first_process_does_not_wait_for_what_only_others_use(tmp_path):
+    """Nor do those that are asked for while the rest is imported."""
+    launches = Launches(tmp_path)
+    try:
+        had = launches.properties()
+        assert had["parent"] == launches.forks.pid and had["has_serve"] and not had["has_all"]
+
+        def has_all() -> bool:
+            had = launches.properties()
+            assert had["parent"] == launches.forks.pid and had["threads"] == 1
+            return had["has_all"]
+
+        _await(has_all)
+    finally:
+        launches.forks.close()
+
+
 def test_workers_are_programs_once_the_process_with_torch_has_ended(tmp_path):
     launches = Launches(tmp_path)
     try:
@@ -399,22 +418,35 @@ def test_workers_are_programs_once_the_process_with_torch_has_ended(tmp_path):
         ("import ray; ray.UniqueID.from_random()", "Ray's generator"),
     ],
 )
-def test_a_server_whose_forks_would_not_be_as_programs_makes_none(tmp_path, module, reason):
+@pytest.mark.parametrize("when", ["AFTER_THE_RAYLET", "AFTER_THE_FIRST"])
+def test_a_server_whose_forks_would_not_be_as_programs_makes_none(tmp_path, module, reason, when):
     (tmp_path / "imported.py").write_text(module)
-    script = (
-        "from penstock.deployments.supervision import fork_server; "
-        "fork_server.BEFORE_THE_RAYLET = (); "
-        "fork_server.AFTER_THE_RAYLET = ('imported',); fork_server.main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, "0", "0"],
-        env={**os.environ, **fork_server.ONE_THREAD, "PYTHONPATH": str(tmp_path)},
-        input="[1, {}]\n",
-        capture_output=True,
-        text=True,
-        timeout=STARTED_S,
-    )
-    assert done.returncode == 1 and reason in done.stderr
+    script = "import sys; from penstock.deployments.supervision import fork_server as server; "
+    script += "server.BEFORE_THE_RAYLET = server.AFTER_THE_RAYLET = server.AFTER_THE_FIRST = (); "
+    script += f"server.{when} = ('imported',); server.main()"
+    with contextlib.ExitStack() as opened:
+        listener, other, client = (
+            opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)
+        )
+        listener.bind(f"\0{tmp_path}")
+        listener.listen()
+        client.connect(f"\0{tmp_path}")
+        client.shutdown(socket.SHUT_WR)  # a request that is none
+        files = listener.fileno(), other.fileno()
+        server = opened.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", script, *map(str, files)],
+                env={**os.environ, **fork_server.ONE_THREAD, "PYTHONPATH": str(tmp_path)},
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=files,
+            )
+        )
+        assert server.stdin is not None and server.stderr is not None
+        server.stdin.write("[1, {}]\n")
+        server.stdin.flush()  # and it stays open: with its end the server ends
+        assert server.wait(STARTED_S) == 1 and reason in server.stderr.read()
 
 
 OWN = {"RAY_A": "1", "HOME": "/", "RAY_JOB_ID": "ffffffff", **one_event_loop()}

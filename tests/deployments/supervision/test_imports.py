@@ -42,7 +42,10 @@ def test_a_process_imports_nothing_that_it_does_not_use(module, unused):
 
 def test_the_fork_server_imports_what_all_processes_use_and_no_model():
     also = "from penstock.deployments.supervision import fork_server as server\n"
-    also += "server._import([*server.BEFORE_THE_RAYLET, *server.AFTER_THE_RAYLET])"
+    also += "server._import([*server.BEFORE_THE_RAYLET, *server.AFTER_THE_RAYLET])\n"
+    first = imported_by(also=also)
+    assert not imported_by(PRELOAD, "ray", "ray.serve._private.controller") - first
+    also += "server._import(server.AFTER_THE_FIRST)"
     modules = imported_by(also=also)
     assert not modules & (MODEL | TABLES | REDIS)
     for process in ("ingress.listeners", "gate.server", "worker.replica", "supervision.registry"):
