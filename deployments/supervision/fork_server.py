@@ -171,8 +171,8 @@ def _imports(modules: Iterable[str]) -> Iterator[None]:
         with seeded_in_forks():
             _import([name])
         check_forks()
+        gc.freeze()
         yield
-    gc.freeze()
 
 
 def check_forks() -> None:

@@ -8,6 +8,7 @@ and offset; padding to `general.alignment`; data. Little endian.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import struct
@@ -22,6 +23,7 @@ from penstock.workers.errors import ConfigError
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # which differ in nothing that a little-endian machine reads
+CHUNK_BYTES = 1 << 18
 MAX_HEADER_BYTES = 1 << 28  # vocabularies of real files take 1 to 30 MB
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMENSIONS = 4
@@ -33,6 +35,7 @@ _NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ def _value(reader: _Reader, key: str) -> Any:
         return _scalar(reader, kind, key)
     kind = reader.number("I", f"the type of {key!r}")
     if kind == _STRING:
-        return [reader.text(key) for _ in range(reader.count(8, f"the length of {key!r}"))]
+        return reader.texts(reader.count(8, f"the length of {key!r}"), key)
     if kind not in _NUMBERS:
         raise ConfigError(f"{reader.file}: {key!r} is an array of type {kind}, which is unknown")
     width = struct.calcsize("<" + _NUMBERS[kind])
@@ -227,26 +230,44 @@ def _placed(
 
 
 class _Reader:
-    """Reads from a file's start on, never past its end or MAX_HEADER_BYTES."""
+    """Reads from a file's start on, never past its end or MAX_HEADER_BYTES; CHUNK_BYTES at a time,
+    as a vocabulary is some hundred thousand short strings."""
 
     def __init__(self, file: Path, opened: BinaryIO):
         self.file = file
         self.size = opened.seek(0, os.SEEK_END)
         opened.seek(0)
-        self.position = 0
         self._opened = opened
         self._end = min(self.size, MAX_HEADER_BYTES)
+        self._chunk, self._chunk_start, self._place = b"", 0, 0
+
+    @property
+    def position(self) -> int:
+        """Bytes from the file's start."""
+        return self._chunk_start + self._place
 
     def take(self, count: int, what: str) -> bytes:
         """The next `count` bytes; `what` they are, for the message."""
-        raw = self._opened.read(count) if count <= self._end - self.position else b""
-        if len(raw) < count:
+        place = self._place
+        if place + count > len(self._chunk):
+            self._fill(count, what)
+            place = 0
+        self._place = place + count
+        return self._chunk[place : place + count]
+
+    def _fill(self, count: int, what: str) -> None:
+        """Have at least `count` bytes in the chunk, from the next one on."""
+        left = self._chunk[self._place :]
+        start = self.position
+        if count <= self._end - start:
+            wanted = min(max(count, CHUNK_BYTES), self._end - start) - len(left)
+            self._chunk = left + self._opened.read(wanted)
+            self._chunk_start, self._place = start, 0
+        if count > self._end - start or len(self._chunk) < count:
             raise ConfigError(
-                f"{self.file}: {what} needs {count} bytes at byte {self.position} of a header that "
+                f"{self.file}: {what} needs {count} bytes at byte {start} of a header that "
                 f"ends by byte {self._end}; the file is truncated or damaged: fetch it again"
             )
-        self.position += count
-        return raw
 
     def number(self, code: str, what: str) -> Any:
         """A number of the struct module's type `code`."""
@@ -261,6 +282,24 @@ class _Reader:
                 "truncated or damaged: fetch it again"
             )
         return count
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """`count` strings in a row."""
+        texts: list[str] = []
+        while len(texts) < count:
+            chunk, place = self._chunk, self._place
+            with contextlib.suppress(struct.error, UnicodeDecodeError):  # `text` says what it is
+                for _ in range(count - len(texts)):
+                    start = place + 8
+                    end = start + _LENGTH.unpack_from(chunk, place)[0]
+                    if end > len(chunk):
+                        break
+                    texts.append(chunk[start:end].decode())
+                    place = end
+            self._place = place
+            if len(texts) < count:  # it ends beyond the chunk, or is none
+                texts.append(self.text(what))
+        return texts
 
     def text(self, what: str, longest: int = MAX_HEADER_BYTES) -> str:
         length = int.from_bytes(self.take(8, what), "little")

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf import header as header_module
 from penstock.workers.gguf.header import GgufHeader, find_gguf, read_header
 from tests.workers.gguf_files import ARRAY, TEXT, file_of, pair, tensor, text
 
@@ -68,7 +69,23 @@ def test_a_header(tmp_path):
     assert b.offset == a.offset + 128 and b.offset + b.num_bytes == len(GOOD)
 
 
-def test_every_truncation_is_refused(tmp_path):
+@FUZZ
+@given(st.lists(st.text(max_size=30)), st.integers(1, 64))
+def test_strings_that_lie_across_what_is_read_at_once(tmp_path, texts, num_bytes):
+    raw = b"".join(map(text, texts))
+    listed = pair("some.texts", ARRAY, struct.pack("<IQ", TEXT, len(texts)) + raw)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(file_of([PAIRS[0], listed, PAIRS[1]], TENSORS, DATA))
+    whole = read_header(path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(header_module, "CHUNK_BYTES", num_bytes)
+        assert read_header(path) == whole
+    assert whole.metadata["some.texts"] == texts and whole.metadata["a.number"] == 7
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64, header_module.CHUNK_BYTES])
+def test_every_truncation_is_refused(tmp_path, monkeypatch, num_bytes):
+    monkeypatch.setattr(header_module, "CHUNK_BYTES", num_bytes)
     path = tmp_path / "x.gguf"
     for length in range(len(GOOD)):
         path.write_bytes(GOOD[:length])
@@ -99,6 +116,18 @@ def test_every_truncation_is_refused(tmp_path):
             "length of 'k' is 1152921504606846976",
         ),
         (file_of([pair("k", TEXT, struct.pack("<Q", 1 << 60))], [], DATA), "^.*k has"),
+        (
+            file_of([pair("k", ARRAY, struct.pack("<IQQ", TEXT, 1, 1 << 60))], [], DATA),
+            "k has 1152921504606846976 bytes",
+        ),
+        (
+            file_of(
+                [pair("k", ARRAY, struct.pack("<IQ", TEXT, 2) + text("a") + text("b\xff"))],
+                [],
+                DATA,
+            ).replace("b\xff".encode(), b"b\xff\xff"),
+            "k is not UTF-8",
+        ),
         (
             file_of([pair("general.alignment", U32, struct.pack("<I", 0))], [], DATA),
             "general.alignment is 0",
