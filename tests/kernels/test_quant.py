@@ -185,3 +185,14 @@ def test_kv_is_within_half_a_step(dtype: torch.dtype, group: int) -> None:
     wide = scales.float()[..., None]
     step = 0.5 if dtype == torch.int8 else 16.0  # E4M3 has steps of 32 at its top
     assert (error <= wide * step * 1.01 + wide * 127 * 2**-11).all()
+
+
+@pytest.mark.parametrize("width", [1, 7, 8])
+def test_nibbles_are_packed_wherever_they_lie(width):
+    whole = torch.randint(0, 16, (5, 19), generator=torch.Generator().manual_seed(0))
+    nibbles = whole.to(torch.uint8)[1:4, 3 : 3 + width]
+    packed = quant.pack_nibbles(nibbles, 8)
+    opened = quant.unpack_nibbles(packed)
+    assert torch.equal(opened[:, :width], nibbles)
+    assert (opened[:, width:] == 8).all() and opened.shape[1] == width + width % 2
+    assert torch.equal(quant.pack_nibbles(nibbles[:1], 8), packed[:1])  # one row is contiguous

@@ -136,7 +136,9 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _halves(packed: Tensor) -> Tensor:
     """Bytes [..., 16] -> nibbles [..., 32]: the low ones, then the high ones."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
+    # Eight bytes at a time: of a copy, as words begin at multiples of eight bytes.
+    words = packed.clone(memory_format=torch.contiguous_format).view(torch.int64)
+    return torch.cat((words & _LOW, (words >> 4) & _LOW), dim=-1).view(torch.uint8)
 
 
 def _eighths(packed: Tensor) -> Tensor:
@@ -150,6 +152,7 @@ def _bits(packed: Tensor) -> Tensor:
     return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
 
 
+_LOW = 0x0F0F0F0F0F0F0F0F
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _READERS: dict[str, Callable[[Tensor], _Read]] = {
     "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,

@@ -139,9 +139,9 @@ def _blocks(has: Callable[[str], bool], take: Take, shape: tuple[int, int]) -> Q
     _must_be(mark, found.codes, shape)
     codes, scales, zeros = found.codes, found.scales, None
     if found.minimums is not None:
-        is_flat = scales == 0
-        scales = scales.masked_fill(is_flat, 1.0)
-        codes = codes.masked_fill(is_flat.repeat_interleave(group, dim=1), 0)
+        if (is_flat := scales == 0).any():
+            scales = scales.masked_fill(is_flat, 1.0)
+            codes = codes.masked_fill(is_flat.repeat_interleave(group, dim=1), 0)
         zeros = -found.minimums / scales
     if format == "int8g":
         return QuantizedWeight("int8g", codes, scales, shape[1], group, zeros)

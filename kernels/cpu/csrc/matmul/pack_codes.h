@@ -22,26 +22,34 @@ INLINE void pack_codes(const CodesPackArgs& a) {
     const int64_t groups = (a.depth + a.group - 1) / a.group;
     const int64_t padded = (a.group + a.run - 1) / a.run * a.run;
     const int64_t bits = a.run == 8 ? 4 : 8;
+    const size_t bytes = a.run == 1 ? 1 : 4;     // of a word
+    const uint32_t flip = a.run == 4 ? 128 : 0;  // signed codes, to 128 more
 #pragma omp parallel for num_threads((int)a.threads) schedule(static)
     for (int64_t p = 0; p < panels; ++p) {
         uint8_t* to = a.packed + p * groups * padded * PANELC * bits / 8;
-        const auto code = [&](int64_t column, int64_t k) -> uint32_t {
-            const int64_t at = k / padded * a.group + k % padded;
-            if (column >= a.columns || k % padded >= a.group || at >= a.depth) return 0;
+        const auto code = [&](int64_t column, int64_t group, int64_t offset) -> uint32_t {
+            const int64_t at = group * a.group + offset;
+            if (column >= a.columns || offset >= a.group || at >= a.depth) return 0;
             const uint8_t* row = a.codes + column * a.stride;
-            if (a.run == 4) return row[at] ^ 128;  // signed, to 128 more
-            return a.run == 8 ? row[at / 2] >> (at % 2 * 4) & 15 : row[at];
+            return bits == 4 ? row[at / 2] >> (at % 2 * 4) & 15 : row[at] ^ flip;
         };
-        for (int64_t k = 0; k < groups * padded; k += a.run)
-            for (int64_t column = p * PANELC; column < (p + 1) * PANELC; ++column) {
-                if (a.run == 1) {
-                    *to++ = (uint8_t)code(column, k);
-                    continue;
+        for (int64_t group = 0; group < groups; ++group)
+            for (int64_t offset = 0; offset < padded; offset += a.run) {
+                const int64_t at = group * a.group + offset;
+                // The bytes of a run as they lie there: all but those at an end.
+                const bool is_whole = offset + a.run <= a.group && at + a.run <= a.depth &&
+                                      at * bits % 8 == 0;
+                for (int64_t column = p * PANELC; column < (p + 1) * PANELC; ++column) {
+                    uint32_t word = 0;
+                    if (is_whole && column < a.columns) {
+                        std::memcpy(&word, a.codes + column * a.stride + at * bits / 8, bytes);
+                        word ^= flip * 0x01010101u;
+                    } else
+                        for (int64_t j = 0; j < a.run; ++j)
+                            word |= code(column, group, offset + j) << (bits * j);
+                    std::memcpy(to, &word, bytes);
+                    to += bytes;
                 }
-                uint32_t word = 0;
-                for (int64_t j = 0; j < a.run; ++j) word |= code(column, k + j) << (bits * j);
-                std::memcpy(to, &word, 4);
-                to += 4;
             }
     }
 }
