@@ -118,6 +118,8 @@ TABLES: dict[str, Table] = {
     "overhead-w3-int4": Table(["overhead/epyc-avx2-w3-int4"], serving.overhead),
     "overhead-w3-xeon": Table(["overhead/xeon-amx-w3"], serving.overhead),
     "overhead-w3-own-core": Table(["overhead/xeon-amx-w3-own-core"], serving.overhead),
+    "startup-path": Table(["startup/epyc-avx2-path"], commits.startup),
+    "startup-path-smollm2": Table(["startup/epyc-avx2-path-smollm2"], commits.startup),
     "startup-torch": Table(["startup/epyc-avx2-torch"], commits.startup),
     "startup-torch-three": Table(["startup/epyc-avx2-torch-three"], commits.startup),
     "startup-forked": Table(["startup/epyc-avx2-forked"], commits.startup),
