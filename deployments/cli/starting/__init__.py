@@ -1,5 +1,5 @@
-"""What `penstock serve` says while it starts, and once it is ready.
+"""What `penstock serve` sets before it starts, and says while it does and once it is ready.
 
-Imported by serve.py.
+Imported by main.py and serve.py.
 Begin with progress.py.
 """
