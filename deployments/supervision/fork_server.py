@@ -141,38 +141,38 @@ def main() -> None:
         return
     raylet, variables = json.loads(told)
     os.environ[RAYLET_PID] = str(raylet)
-    with seeded_in_forks():
-        _import(AFTER_THE_RAYLET)
-    check_forks()
-    # A collection writes to each object that it looks at: the pages would not stay shared.
-    gc.freeze()
+    _import_shared(AFTER_THE_RAYLET)
     first = os.getpid()
     if variables and not os.fork():
         end_with(first)
         file, of_second = of_second, file
         os.environ.update(variables)
-        _import(OF_WORKERS)
-        check_forks()
-        gc.freeze()
+        _import_shared(OF_WORKERS)
         of_others = {}
     else:
         variables, of_others = {}, variables
     os.close(of_second)
     rest = () if variables else AFTER_THE_FIRST
     with socket.socket(fileno=file) as listener:
-        request = serve(listener, variables, of_others, _imports(rest))
+        request = serve(listener, variables, of_others, _import_in_steps(rest))
     if request is not None:
         become(request)
 
 
-def _imports(modules: Iterable[str]) -> Iterator[None]:
-    """Import one after the other, each when the next value is asked for."""
+def _import_in_steps(modules: Iterable[str]) -> Iterator[None]:
+    """Import one module for each value that is asked for."""
     for name in modules:
-        with seeded_in_forks():
-            _import([name])
-        check_forks()
-        gc.freeze()
+        _import_shared([name])
         yield
+
+
+def _import_shared(modules: Iterable[str]) -> None:
+    """Import what forks will share; end this process if forks of it would differ from programs."""
+    with seeded_in_forks():
+        _import(modules)
+    check_forks()
+    # A collection writes to each object that it looks at: the pages would not stay shared.
+    gc.freeze()
 
 
 def check_forks() -> None:

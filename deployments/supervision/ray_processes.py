@@ -40,7 +40,7 @@ NO_PORT = 1  # of an agent that does not listen: only root may open it, so no on
 RAYLET = "raylet"
 # For `ray.init(_system_config=...)`: processes collect no metrics for the agent, which would pass
 # them on, and do not wait for it. `ray.init` does not wait for a first worker process either: the
-# driver imports Serve meanwhile, which it cannot while it waits (Ray keeps Python's lock).
+# driver imports Serve meanwhile, which it cannot while it waits (Ray holds the GIL).
 SYSTEM_CONFIG = {
     "enable_metrics_collection": False,
     "prestart_worker_first_driver": False,
