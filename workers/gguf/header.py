@@ -8,9 +8,7 @@ and offset; padding to `general.alignment`; data. Little endian.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +17,11 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf.header_reader import HeaderReader
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # which differ in nothing that a little-endian machine reads
-CHUNK_BYTES = 1 << 18
-MAX_HEADER_BYTES = 1 << 28  # vocabularies of real files take 1 to 30 MB
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
@@ -35,7 +32,6 @@ _NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_LENGTH = struct.Struct("<Q")  # of a string
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +115,10 @@ def read_header(file: Path) -> GgufHeader:
 
 def read_header_of(file: Path, opened: BinaryIO) -> GgufHeader:
     """The same of an `opened` file, which may be elsewhere; `file` is what it is called."""
-    return _header(file, _Reader(file, opened))
+    return _header(file, HeaderReader(file, opened))
 
 
-def _header(file: Path, reader: _Reader) -> GgufHeader:
+def _header(file: Path, reader: HeaderReader) -> GgufHeader:
     if reader.take(4, "its first bytes") != MAGIC:
         raise ConfigError(f"{file} is not a GGUF file")
     version = reader.number("I", "its version")
@@ -153,7 +149,7 @@ def _header(file: Path, reader: _Reader) -> GgufHeader:
     return GgufHeader(file, metadata, _placed(file, entries, start, alignment, reader.size))
 
 
-def _value(reader: _Reader, key: str) -> Any:
+def _value(reader: HeaderReader, key: str) -> Any:
     kind = reader.number("I", f"the type of {key!r}")
     if kind != _ARRAY:
         return _scalar(reader, kind, key)
@@ -167,7 +163,7 @@ def _value(reader: _Reader, key: str) -> Any:
     return struct.unpack(f"<{count}{_NUMBERS[kind]}", reader.take(count * width, repr(key)))
 
 
-def _scalar(reader: _Reader, kind: int, key: str) -> Any:
+def _scalar(reader: HeaderReader, kind: int, key: str) -> Any:
     if kind == _STRING:
         return reader.text(key)
     if kind not in _NUMBERS:
@@ -175,7 +171,7 @@ def _scalar(reader: _Reader, kind: int, key: str) -> Any:
     return reader.number(_NUMBERS[kind], repr(key))
 
 
-def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(reader: HeaderReader) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, type and offset of one tensor, as they stand there."""
     name = reader.text("the name of a tensor", MAX_NAME_BYTES)
     num_dimensions = reader.number("I", f"tensor {name!r}")
@@ -227,85 +223,3 @@ def _placed(
             raise ConfigError(f"{file}: tensors {before!r} and {info.name!r} overlap")
         end, before = info.offset + info.num_bytes, info.name
     return tensors
-
-
-class _Reader:
-    """Reads from a file's start on, never past its end or MAX_HEADER_BYTES; CHUNK_BYTES at a time,
-    as a vocabulary is some hundred thousand short strings."""
-
-    def __init__(self, file: Path, opened: BinaryIO):
-        self.file = file
-        self.size = opened.seek(0, os.SEEK_END)
-        opened.seek(0)
-        self._opened = opened
-        self._end = min(self.size, MAX_HEADER_BYTES)
-        self._chunk, self._chunk_start, self._place = b"", 0, 0
-
-    @property
-    def position(self) -> int:
-        """Bytes from the file's start."""
-        return self._chunk_start + self._place
-
-    def take(self, count: int, what: str) -> bytes:
-        """The next `count` bytes; `what` they are, for the message."""
-        place = self._place
-        if place + count > len(self._chunk):
-            self._fill(count, what)
-            place = 0
-        self._place = place + count
-        return self._chunk[place : place + count]
-
-    def _fill(self, count: int, what: str) -> None:
-        """Have at least `count` bytes in the chunk, from the next one on."""
-        left = self._chunk[self._place :]
-        start = self.position
-        if count <= self._end - start:
-            wanted = min(max(count, CHUNK_BYTES), self._end - start) - len(left)
-            self._chunk = left + self._opened.read(wanted)
-            self._chunk_start, self._place = start, 0
-        if count > self._end - start or len(self._chunk) < count:
-            raise ConfigError(
-                f"{self.file}: {what} needs {count} bytes at byte {start} of a header that "
-                f"ends by byte {self._end}; the file is truncated or damaged: fetch it again"
-            )
-
-    def number(self, code: str, what: str) -> Any:
-        """A number of the struct module's type `code`."""
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
-
-    def count(self, least: int, what: str) -> int:
-        """A number of things that follow, each of at least `least` bytes."""
-        count: int = self.number("Q", what)
-        if count * least > self._end - self.position:
-            raise ConfigError(
-                f"{self.file}: {what} is {count}, more than fit in the rest of the file; it is "
-                "truncated or damaged: fetch it again"
-            )
-        return count
-
-    def texts(self, count: int, what: str) -> list[str]:
-        """`count` strings in a row."""
-        texts: list[str] = []
-        while len(texts) < count:
-            chunk, place = self._chunk, self._place
-            with contextlib.suppress(struct.error, UnicodeDecodeError):  # `text` says what it is
-                for _ in range(count - len(texts)):
-                    start = place + 8
-                    end = start + _LENGTH.unpack_from(chunk, place)[0]
-                    if end > len(chunk):
-                        break
-                    texts.append(chunk[start:end].decode())
-                    place = end
-            self._place = place
-            if len(texts) < count:  # it ends beyond the chunk, or is none
-                texts.append(self.text(what))
-        return texts
-
-    def text(self, what: str, longest: int = MAX_HEADER_BYTES) -> str:
-        length = int.from_bytes(self.take(8, what), "little")
-        if length > longest:
-            raise ConfigError(f"{self.file}: {what} has {length} bytes; {longest} are the most")
-        try:
-            return self.take(length, what).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.file}: {what} is not UTF-8: {error}") from error

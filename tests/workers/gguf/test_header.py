@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.workers.errors import ConfigError
-from penstock.workers.gguf import header as header_module
+from penstock.workers.gguf import header_reader
 from penstock.workers.gguf.header import GgufHeader, find_gguf, read_header
 from tests.workers.gguf_files import ARRAY, TEXT, file_of, pair, tensor, text
 
@@ -78,14 +78,14 @@ def test_strings_that_lie_across_what_is_read_at_once(tmp_path, texts, num_bytes
     path.write_bytes(file_of([PAIRS[0], listed, PAIRS[1]], TENSORS, DATA))
     whole = read_header(path)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(header_module, "CHUNK_BYTES", num_bytes)
+        patched.setattr(header_reader, "CHUNK_BYTES", num_bytes)
         assert read_header(path) == whole
     assert whole.metadata["some.texts"] == texts and whole.metadata["a.number"] == 7
 
 
-@pytest.mark.parametrize("num_bytes", [1, 64, header_module.CHUNK_BYTES])
+@pytest.mark.parametrize("num_bytes", [1, 64, header_reader.CHUNK_BYTES])
 def test_every_truncation_is_refused(tmp_path, monkeypatch, num_bytes):
-    monkeypatch.setattr(header_module, "CHUNK_BYTES", num_bytes)
+    monkeypatch.setattr(header_reader, "CHUNK_BYTES", num_bytes)
     path = tmp_path / "x.gguf"
     for length in range(len(GOOD)):
         path.write_bytes(GOOD[:length])
