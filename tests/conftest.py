@@ -64,6 +64,7 @@ RAY_FILES = {
         "whole_cluster/test_cluster.py",
         "whole_cluster/test_control_plane.py",
         "test_ray_data.py",
+        "test_ray_start.py",
         "adapters/test_adapters_under_load.py",
         "supervision/test_drain_without_registry.py",
         "several_nodes/test_drain.py",

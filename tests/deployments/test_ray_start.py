@@ -1,4 +1,7 @@
-"""A Ray that misses its own time limit is started once more, and nothing of the first try stays."""
+"""A server's own Ray makes no processes ahead; one that misses its time limit is started once more.
+
+Nothing of the first try stays.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +68,31 @@ def test_an_error_that_will_not_go_away_is_raised_at_once(starts):
         made.start_ray()
     made.remove_folder()
     assert len(begun) == 1
+
+
+ONLY_RAY = """
+import psutil
+from penstock.deployments.cluster import Cluster
+from penstock.deployments.config import ServeConfig
+
+made = Cluster(ServeConfig())
+try:
+    made.start_ray()
+    processes = psutil.Process().children(recursive=True)
+    commands = [each.cmdline() for each in processes]
+    assert any("raylet" in command[0] for command in commands), commands
+    # The raylet's own command names the launcher.
+    print([" ".join(command) for command in commands if "raylet" not in command[0]])
+finally:
+    made.stop()
+"""
+
+
+def test_ray_makes_no_process_before_one_is_asked_for():
+    """Its `init` would wait for them, and the driver could import nothing meanwhile."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_RAY], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gcs_server" in done.stdout
+    assert "fork_launcher" not in done.stdout and "ray::" not in done.stdout, done.stdout

@@ -421,7 +421,7 @@ def test_workers_are_programs_once_the_process_with_torch_has_ended(tmp_path):
 @pytest.mark.parametrize("when", ["AFTER_THE_RAYLET", "AFTER_THE_FIRST"])
 def test_a_server_whose_forks_would_not_be_as_programs_makes_none(tmp_path, module, reason, when):
     (tmp_path / "imported.py").write_text(module)
-    script = "import sys; from penstock.deployments.supervision import fork_server as server; "
+    script = "from penstock.deployments.supervision import fork_server as server; "
     script += "server.BEFORE_THE_RAYLET = server.AFTER_THE_RAYLET = server.AFTER_THE_FIRST = (); "
     script += f"server.{when} = ('imported',); server.main()"
     with contextlib.ExitStack() as opened:

@@ -13,8 +13,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -87,34 +85,6 @@ def test_ray_starts_no_program_for_an_actor(cluster):
     view = await_view(cluster, is_whole, 120)
     parents = {" ".join(psutil.Process(pid).parent().cmdline()) for pid in pids_of(view)}
     assert [role_of(each) for each in parents] == ["fork server"], parents
-
-
-ONLY_RAY = """
-import psutil
-from penstock.deployments.cluster import Cluster
-from penstock.deployments.config import ServeConfig
-
-made = Cluster(ServeConfig())
-try:
-    made.start_ray()
-    processes = psutil.Process().children(recursive=True)
-    commands = [each.cmdline() for each in processes]
-    assert any("raylet" in command[0] for command in commands), commands
-    # The raylet's own command names the launcher.
-    print([" ".join(command) for command in commands if "raylet" not in command[0]])
-finally:
-    made.stop()
-"""
-
-
-def test_ray_makes_no_process_before_one_is_asked_for():
-    """Its `init` would wait for them, and the driver could import nothing meanwhile."""
-    done = subprocess.run(
-        [sys.executable, "-c", ONLY_RAY], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gcs_server" in done.stdout
-    assert "fork_launcher" not in done.stdout and "ray::" not in done.stdout, done.stdout
 
 
 def test_workers_are_forks_of_a_process_that_has_imported_torch(cluster):
