@@ -21,6 +21,7 @@ from penstock.deployments.security.quotas import check_quotas
 from penstock.workers.config import EngineConfig, ModelOptions
 from penstock.workers.cpu_affinity import allowed_cores
 from penstock.workers.errors import ConfigError, LoadError
+from penstock.workers.gguf.header import headers_kept
 from penstock.workers.hub_name import hub_name
 from penstock.workers.model_config import check_length, read_limits, read_stored_scheme
 from penstock.workers.quantization import StoredScheme, check_neurons, weight_plan
@@ -66,7 +67,8 @@ def _check_one_model(config: ServeConfig) -> None:
     check_pins(config.engine)
     check_chat_template(config.engine)
     if not is_hub_id(config.engine.model):
-        check_formats(config.engine, resolve_model(config.engine.model))
+        with headers_kept():
+            check_formats(config.engine, resolve_model(config.engine.model))
     check_cores(config)
     if config.engine.nodes_per_worker > 1 and config.ray_address is None:
         raise ConfigError(

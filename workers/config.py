@@ -105,6 +105,18 @@ class ModelOptions:
         "quantise the LM head too, in int8 where weights is int4; where it is tied to the "
         "embedding, a copy of it",
     )
+    packed_cache_gb: float = option(
+        20.0,
+        "GiB of disk on each machine for quantised weights as its CPU reads them, so that the next "
+        "start reads them in seconds and need not quantise again; those that were used longest ago "
+        "are deleted; 0: none (docs/guide/quantisation.md#packed-weights-on-disk)",
+        min=0,
+    )
+    packed_cache_dir: str | None = option(
+        None,
+        "folder for these weights on each machine; none: penstock/packed in ~/.cache or in "
+        "XDG_CACHE_HOME",
+    )
     max_model_len: int | None = option(
         None, "maximum tokens of prompt and answer together; none: the model's own limit", min=1
     )

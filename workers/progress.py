@@ -21,8 +21,9 @@ DOWNLOADING = "downloading"
 WAITING = "waiting for another process's download of the model"
 COMPILING = "compiling the CPU operators (about a minute, once on each machine)"
 LOADING = "loading weights"
+KEEPING = "storing packed weights"  # for the next start
 PREPARING = "preparing the engine"  # allocates the KV cache, measures, captures graphs
-PHASES = (DOWNLOADING, WAITING, COMPILING, LOADING, PREPARING)  # in this order
+PHASES = (DOWNLOADING, WAITING, COMPILING, LOADING, KEEPING, PREPARING)  # in this order
 
 LINE_S = 10.0  # at least one line in this time
 LINE_PERCENT = 10  # and one at each of these steps, but

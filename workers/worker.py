@@ -17,6 +17,7 @@ from penstock.workers.channel.encrypted import TlsSource
 from penstock.workers.channel.server import Announce, ChannelServer
 from penstock.workers.config import EngineConfig
 from penstock.workers.experts.expert_file import Manifest, RowSource
+from penstock.workers.gguf.header import headers_kept
 from penstock.workers.progress import Report
 from penstock.workers.stats import AdapterChange, WorkerInfo
 from penstock.workers.weights.model_digest import model_digest, verified_folder
@@ -83,9 +84,10 @@ class Worker:
         from penstock.workers.adapters.changes import adapter_fields  # these load torch
         from penstock.workers.engine.load import load_engine, thread_for
 
-        digest = model_digest(verified_folder(config, report))
-        log.info("model %s: digest %s", config.model, digest)
-        engine = load_engine(config, experts, remote_experts, report, far)
+        with headers_kept():
+            digest = model_digest(verified_folder(config, report))
+            log.info("model %s: digest %s", config.model, digest)
+            engine = load_engine(config, experts, remote_experts, report, far)
         model, adapters = engine.model, engine.adapters
         own = {} if adapters is None else adapter_fields(adapters, changes)
         channel = ChannelServer(

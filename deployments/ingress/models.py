@@ -22,6 +22,7 @@ from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.supervision.view import ClusterView
 from penstock.workers.context_policy import ContextSettings
+from penstock.workers.gguf.header import headers_kept
 from penstock.workers.model_config import read_limits
 from penstock.workers.pooling.scoring import pair_template
 from penstock.workers.sampling_defaults import read_sampling_defaults
@@ -61,7 +62,10 @@ async def request_core(
 ) -> RequestCore:
     """The request core for all models. `tracer` None: there are no traces. Raises ConfigError or
     LoadError."""
-    runtimes = [await _runtime(each) for each in models]
+    runtimes = []
+    for each in models:
+        with headers_kept():
+            runtimes.append(await _runtime(each))
     return RequestCore(
         *runtimes,
         has_state_store=config.state_url is not None,

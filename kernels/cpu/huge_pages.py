@@ -9,6 +9,7 @@ KiB that lie far apart, for which the walk costs more yet.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import threading
@@ -50,6 +51,16 @@ class _Slab:
 
 
 _current: _Slab | None = None
+
+
+def return_freed() -> None:
+    """Give the system back what tensors had in the heap that are freed.
+
+    glibc keeps it: after a bf16 model of 1.1 billion parameters, 1.5 GB of what packing had read.
+    Does nothing where the C library has no such call.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, *, alone: bool = False) -> Tensor:

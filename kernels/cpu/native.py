@@ -127,7 +127,7 @@ def build(cache: Path | None = None) -> Path:
 
 
 def _target(cache: Path | None, compiler: str) -> Path:
-    return (cache or _cache_folder()) / f"cpu_ops-{_digest(compiler)}.so"
+    return (cache or cache_folder()) / f"cpu_ops-{_digest(compiler)}.so"
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -157,7 +157,15 @@ def _run_all(commands: Iterable[list[str]]) -> None:
             raise BuildError(f"{' '.join(command)}\n{errors.strip()}")
 
 
-def _cache_folder() -> Path:
+def loaded_name() -> str:
+    """Of the library's file: it depends on all that the library depends on."""
+    library = loaded()
+    assert library is not None
+    return Path(library._name).name
+
+
+def cache_folder() -> Path:
+    """Where this machine keeps what Penstock has made for it."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "penstock"
 
@@ -167,11 +175,12 @@ def _digest(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     files = sorted(path for path in FOLDER.rglob("*") if path.is_file())
     sources = [(path.relative_to(FOLDER).as_posix(), path.read_bytes()) for path in files]
-    parts = (sources, compiler, version.stdout, FLAGS, torch.__version__, _cpu())
+    parts = (sources, compiler, version.stdout, FLAGS, torch.__version__, cpu_facts())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _cpu() -> str:
+def cpu_facts() -> str:
+    """What of this CPU decides which code runs, and which layouts it reads."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.machine() + platform.processor()

@@ -8,7 +8,6 @@ bytes are valid only where packing the same weights would give the same bytes.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch import Tensor
 from penstock.kernels.cpu import native
 from penstock.kernels.matmul import backend_for
 from penstock.kernels.moe.mlp import Expert
+from penstock.kernels.packed import tensors_of, with_tensors
 from penstock.kernels.quant import QuantizedWeight
 from penstock.kernels.types import PackedLinear
 
 ALIGN_BYTES = 256
-BIAS = "bias of the product"  # where the payload has none of its own
 
 
 def pack_for(
@@ -43,7 +42,7 @@ def pack_for(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    name: str  # the payload's field; "" where the payload is a tensor itself; BIAS
+    name: str  # the payload's field; "" where the payload is a tensor itself; packed.BIAS
     shape: torch.Size
     dtype: torch.dtype
     offset: int  # bytes
@@ -63,7 +62,7 @@ class ExpertImage:
         self._parts: list[list[_Part]] = []
         for packed in expert:
             parts = []
-            for name, tensor in _tensors(packed).items():
+            for name, tensor in tensors_of(packed).items():
                 parts.append(_Part(name, tensor.shape, tensor.dtype, self.num_bytes))
                 size = -(-parts[-1].num_bytes // ALIGN_BYTES)
                 self.num_bytes += size * ALIGN_BYTES
@@ -76,7 +75,7 @@ class ExpertImage:
             raise ValueError(f"{ExpertImage(expert)} instead of {self}")
         memory = torch.zeros(self.num_bytes, dtype=torch.uint8)
         for packed, parts in zip(expert, self._parts, strict=True):
-            tensors = _tensors(packed)
+            tensors = tensors_of(packed)
             for part in parts:
                 _view(memory, part).copy_(tensors[part.name])
         return memory
@@ -84,7 +83,7 @@ class ExpertImage:
     def view(self, memory: Tensor) -> Expert:
         """The expert whose bytes are, or will be, in `memory`, uint8 [at least num_bytes]."""
         gate_up, down = (
-            _filled(packed, {part.name: _view(memory, part) for part in parts})
+            with_tensors(packed, {part.name: _view(memory, part) for part in parts})
             for packed, parts in zip(self._linears, self._parts, strict=True)
         )
         return gate_up, down
@@ -99,31 +98,9 @@ class ExpertImage:
         return " and ".join(map(_kind, self._linears, self._parts))
 
 
-def _tensors(packed: PackedLinear) -> dict[str, Tensor]:
-    if isinstance(packed.payload, Tensor):
-        found = {"": packed.payload}
-    else:
-        fields = (each.name for each in dataclasses.fields(packed.payload))
-        values = {name: getattr(packed.payload, name) for name in fields}
-        found = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    if packed.bias is not None and "bias" not in found:
-        found[BIAS] = packed.bias
-    return found
-
-
-def _filled(packed: PackedLinear, tensors: dict[str, Tensor]) -> PackedLinear:
-    """The same packed linear with other tensors."""
-    bias = tensors.get(BIAS, tensors.get("bias"))
-    if isinstance(packed.payload, Tensor):
-        return dataclasses.replace(packed, payload=tensors[""], bias=bias)
-    own = {name: tensor for name, tensor in tensors.items() if name != BIAS}
-    payload = dataclasses.replace(packed.payload, **own)
-    return dataclasses.replace(packed, payload=payload, bias=bias)
-
-
 def _hollow(packed: PackedLinear) -> PackedLinear:
-    metas = {name: tensor.to("meta") for name, tensor in _tensors(packed).items()}
-    return _filled(packed, metas)
+    metas = {name: tensor.to("meta") for name, tensor in tensors_of(packed).items()}
+    return with_tensors(packed, metas)
 
 
 def _view(memory: Tensor, part: _Part) -> Tensor:

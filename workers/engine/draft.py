@@ -23,6 +23,7 @@ from penstock.workers.models.layers import LayerCache
 from penstock.workers.models.loader import load_model
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import Rank
+from penstock.workers.packed.cache import PackedCache
 from penstock.workers.progress import Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.weights.model_digest import verified_folder
@@ -67,6 +68,7 @@ def load_draft(
         rank=None if is_own else rank,
         beside=model if isinstance(model, ShardDecoder) and not is_own else None,
         max_model_len=config.max_model_len,
+        cache=PackedCache.of(config, device),
     )
     if (problem := draft_problem(model, draft)) is not None:
         raise ConfigError(f"speculate draft is not possible: {problem}; leave it out")

@@ -44,6 +44,7 @@ from penstock.workers.models.score_vector import configured_pooling
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.option_groups.device import Device
+from penstock.workers.packed.cache import PackedCache
 from penstock.workers.progress import COMPILING, PREPARING, Progress, Report
 from penstock.workers.quantization import int4_options
 from penstock.workers.request import Delta
@@ -99,6 +100,7 @@ def load_engine(
                     progress=True if report is None else report,
                     experts=settings,
                     rank=None if leader is None else leader.rank,
+                    cache=PackedCache.of(config, device),
                 )
                 draft = load_draft(
                     config,
@@ -155,10 +157,11 @@ def load_configured(
     progress: bool | Report = True,
     experts: ExpertSettings | None = None,
     rank: Rank | None = None,
+    cache: PackedCache | None = None,
 ) -> Decoder:
     """The model in `folder` with the number formats of `config`.
 
-    `device`: cpu or cuda. `dtype`, `progress`, `experts`, `rank`, and what it raises: as
+    `device`: cpu or cuda. `dtype`, `progress`, `experts`, `rank`, `cache`, and what it raises: as
     `load_model`.
     """
     return load_model(
@@ -175,6 +178,7 @@ def load_configured(
         experts=experts,
         rank=rank,
         max_model_len=config.max_model_len,
+        cache=cache,
     )
 
 

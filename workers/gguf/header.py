@@ -9,8 +9,11 @@ and offset; padding to `general.alignment`; data. Little endian.
 from __future__ import annotations
 
 import math
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -87,6 +90,10 @@ class GgufHeader:
     tensors: Mapping[str, TensorInfo]
 
 
+# Of files and their versions; None: outside of `headers_kept`.
+_kept: ContextVar[dict[Any, GgufHeader] | None] = ContextVar("kept headers", default=None)
+
+
 def find_gguf(path: Path) -> Path | None:
     """The GGUF file that `path` is, or that is the model in the folder `path`; None: there is none.
 
@@ -104,13 +111,37 @@ def find_gguf(path: Path) -> Path | None:
     return files[0] if files else None
 
 
+@contextmanager
+def headers_kept() -> Iterator[None]:
+    """Within it, the header of a file is read once, as long as the file stays the same.
+
+    A header has the names of all tokens, which take a tenth of a second to read; they are some MB,
+    which nothing needs once a model is loaded.
+    """
+    headers: dict[Any, GgufHeader] = {}
+    token = _kept.set(headers)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        headers.clear()  # tasks that were begun meanwhile have it, too
+
+
 def read_header(file: Path) -> GgufHeader:
     """The header of a GGUF file. Raises ConfigError naming the file, and the key or tensor."""
+    kept = _kept.get()
     try:
         with file.open("rb") as opened:
-            return read_header_of(file, opened)
+            stat = os.fstat(opened.fileno())
+            version = (file, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if kept is not None and version in kept:
+                return kept[version]
+            header = read_header_of(file, opened)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
+    if kept is not None:
+        kept[version] = header
+    return header
 
 
 def read_header_of(file: Path, opened: BinaryIO) -> GgufHeader:

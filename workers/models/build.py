@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu import huge_pages
 from penstock.kernels.matmul import pack_linear
-from penstock.kernels.quant import QuantizedWeight
 from penstock.kernels.types import PackedLinear
 from penstock.workers.errors import InvariantError
 from penstock.workers.experts.fused import expert_biases, fused_expert
@@ -34,10 +37,14 @@ from penstock.workers.models.shards.moe import (
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.stages.decoder import StageDecoder, no_embedding
 from penstock.workers.models.stages.stage import Stage
+from penstock.workers.models.weight_summary import linears_of
+from penstock.workers.packed.parts import PackedParts
 from penstock.workers.quantization import WeightPlan
 from penstock.workers.weights.joined import selected
 from penstock.workers.weights.sources import DTYPES, WeightSource
 from penstock.workers.weights.stored import has_fused_experts
+
+RETURN_BYTES = 128 << 20  # of packed weights, after which freed memory goes back to the system
 
 
 def build_decoder(
@@ -50,15 +57,16 @@ def build_decoder(
     rank: Rank | None = None,
     in_part: frozenset[str] = frozenset(),
     beside: ShardDecoder | None = None,
+    parts: PackedParts | None = None,
 ) -> Decoder:
     """Take each weight that `config` implies from `source`, fuse, quantise as `plan` says, pack.
 
     With `routed`, MoE layers use its experts, which are not taken from `source`. With
     `may_lack_head`, a model whose head is neither stored nor tied does not generate, but embeds.
     `rank`: what this rank of a group has; `in_part`: modules of which `source` has only that;
-    `beside`: as of load_model.
+    `beside`: as of load_model. `parts`: has those that need not be taken from `source`.
     """
-    builder = _Builder(config, source, plan or WeightPlan(), routed, rank, in_part, beside)
+    builder = _Builder(config, source, plan or WeightPlan(), routed, rank, in_part, beside, parts)
     return builder.decoder(may_lack_head)
 
 
@@ -86,6 +94,7 @@ class _Builder:
         rank: Rank | None = None,
         in_part: frozenset[str] = frozenset(),
         beside: ShardDecoder | None = None,
+        parts: PackedParts | None = None,
     ):
         self.rank, self.beside = rank, beside
         self.shard = None if rank is None else rank.shard_of(config)
@@ -96,7 +105,8 @@ class _Builder:
         self.names = self.family.names
         self.source = source
         self.plan = plan
-        self.linears = Linears(config, source, plan, self.shard, in_part)
+        self.parts = PackedParts({}) if parts is None else parts
+        self.linears = Linears(config, source, plan, self.shard, in_part, self.parts)
 
     def decoder(self, may_lack_head: bool) -> Decoder:
         config = self.config
@@ -104,34 +114,46 @@ class _Builder:
             device = torch.device(self.source.device)
             embedding = no_embedding(config.hidden_size, DTYPES[config.dtype], device)
             return self._joined(self._layers(), embedding, None, None, generates=True)
-        embedding, head, output, generates = self._ends(may_lack_head)
+        table, head, generates = self._ends(may_lack_head)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        embedding = self.parts.tensor(
+            "embedding", lambda: self.source.take(f"{table}.weight", vocab, hidden)
+        )
+        # Before the layers: what it takes to pack the largest matrix is free for them again.
+        lm_head = self.parts.linear("head", lambda: self._packed_head(table, head, embedding))
         layers = self._layers()
-        final_norm = self._norm("model.norm", config.hidden_size)
-        lm_head = self.linears.packed_head(head, output)
+        final_norm = self._norm("model.norm", hidden)
         return self._joined(layers, embedding, final_norm, lm_head, generates)
 
     def _layers(self) -> list[DecoderLayer]:
-        return [self._layer(index) for index in self.stage.layers]
+        layers, num_bytes = [], 0
+        for index in self.stage.layers:
+            layer = self._layer(index)
+            layers.append(layer)
+            num_bytes += sum(each.num_bytes for each in linears_of([layer]))
+            if num_bytes > RETURN_BYTES:  # else what was read piles up, to half a model
+                huge_pages.return_freed()
+                num_bytes = 0
+        return layers
 
-    def _ends(self, may_lack_head: bool) -> tuple[Tensor, str, Weight, bool]:
-        """The embedding, the name and the rows of the head, and whether it is one of its own."""
+    def _ends(self, may_lack_head: bool) -> tuple[str, str, bool]:
+        """The names of the embedding and of the head, and whether the head is one of its own."""
         config, source = self.config, self.source
-        vocab, hidden = config.vocab_size, config.hidden_size
         table, head = "model.embed_tokens", "lm_head"
         if config.tie_word_embeddings:
             # Either may be left out; if both are stored and differ, both are used.
             table = table if source.has_linear(table) else head
             head = head if source.has_linear(head) else table
         generates = config.tie_word_embeddings or not may_lack_head or source.has_linear(head)
-        if not generates:
-            head = table  # takes no memory, and is never asked
-        embedding = source.take(f"{table}.weight", vocab, hidden)
-        output: Tensor | QuantizedWeight = embedding
+        return table, head if generates else table, generates  # one that is never asked is no copy
+
+    def _packed_head(self, table: str, head: str, embedding: Tensor) -> PackedLinear:
+        output: Weight = embedding
         if head != table:
-            output = self.linears.stored(head, vocab, hidden)
+            output = self.linears.stored(head, *embedding.shape)
             if isinstance(output, Tensor) and torch.equal(output.to(embedding.dtype), embedding):
                 output = embedding  # one copy where the packed form can share it
-        return embedding, head, output, generates
+        return self.linears.packed_head(head, output)
 
     def _joined(
         self,
@@ -319,9 +341,16 @@ class _Builder:
         return experts
 
     def _fused_experts(self, name: str, numbers: range) -> list[tuple[PackedLinear, PackedLinear]]:
-        biases, experts = expert_biases(self.source, self.config, name), []
+        biases = expert_biases(self.source, self.config, name)
+        return [self._fused_expert(name, number, biases) for number in numbers]
+
+    def _fused_expert(
+        self, name: str, expert: int, biases: tuple[Tensor, Tensor] | None
+    ) -> tuple[PackedLinear, PackedLinear]:
         rows = None if self.shard is None else self.shard.expert_rows
-        for expert in numbers:
+
+        @functools.cache  # both are read at once
+        def stored() -> Sequence[tuple[Weight, Tensor | None]]:
             weights = fused_expert(self.source, self.config, name, expert)
             own: list[Tensor | None] = [None, None]
             if biases is not None:
@@ -329,9 +358,12 @@ class _Builder:
             if rows is not None:
                 weights = selected(weights[0], rows[0]), selected(weights[1], rows[1])
                 own = [None if bias is None else bias[r] for bias, r in zip(own, rows)]
-            gate_up, down = (
-                self.linears.packed(weight, bias, self.plan.format)
-                for weight, bias in zip(weights, own, strict=True)
+            return list(zip(weights, own, strict=True))
+
+        def linear(index: int, part: str) -> PackedLinear:
+            return self.parts.linear(
+                f"{name}.experts.{expert}.{part}",
+                lambda: self.linears.packed(*stored()[index], self.plan.format),
             )
-            experts.append((gate_up, down))
-        return experts
+
+        return linear(0, "gate_up"), linear(1, "down")

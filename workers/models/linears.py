@@ -13,6 +13,7 @@ from penstock.kernels.types import PackedLinear
 from penstock.workers.families.table import FAMILIES
 from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.shard import Shard, Span, cut
+from penstock.workers.packed.parts import PackedParts
 from penstock.workers.quantization import QuantizedFormat, WeightPlan
 from penstock.workers.weights.joined import joined, selected
 from penstock.workers.weights.sources import DTYPES, WeightSource, planned
@@ -25,7 +26,7 @@ class Linears:
     """Takes weights from a source, and packs them as `plan` says.
 
     `shard`: what one rank of a group has of the model; None: all of it. `in_part`: modules of
-    which the source has only that.
+    which the source has only that. `parts`: has those that need not be packed.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Linears:
         plan: WeightPlan,
         shard: Shard | None,
         in_part: frozenset[str],
+        parts: PackedParts,
     ):
+        self.parts = parts
         self.config, self.source, self.plan = config, source, plan
         self.shard, self.in_part = shard, in_part
         self.turns_neighbours = FAMILIES[config.architecture].adjacent_pairs
@@ -54,6 +57,20 @@ class Linears:
 
         `stored_as`: the name under which all of them may be stored, one after the other. `order`:
         of all their outputs, as they are stored."""
+        return self.parts.linear(
+            "+".join(parts),
+            lambda: self._fused(parts, in_features, format, bias, stored_as, order),
+        )
+
+    def _fused(
+        self,
+        parts: dict[str, int],
+        in_features: int,
+        format: QuantizedFormat | None,
+        bias: bool,
+        stored_as: str | None,
+        order: Tensor | None,
+    ) -> PackedLinear:
         stored = parts
         if stored_as is not None and self.source.has_linear(stored_as):
             stored = {stored_as: sum(parts.values())}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.kernels.cpu import huge_pages
 from penstock.kernels.quant import INT8_GROUP
 from penstock.workers.errors import ConfigError
 from penstock.workers.experts.build import ExpertSettings, build_experts
@@ -19,11 +20,14 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.shards.reading import own_part
+from penstock.workers.packed.cache import PackedCache
+from penstock.workers.packed.parts import PackedParts
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
     INT4,
     QUANTIZED_FORMATS,
     Int4Options,
+    WeightPlan,
     weight_plan,
 )
 from penstock.workers.weights.checkpoint import (
@@ -59,6 +63,7 @@ def load_model(
     rank: Rank | None = None,
     beside: ShardDecoder | None = None,
     max_model_len: int | None = None,
+    cache: PackedCache | None = None,
 ) -> Decoder:
     """Load a checkpoint into a Decoder, tensor by tensor: peak memory is one model and one layer.
 
@@ -75,19 +80,23 @@ def load_model(
     only what this rank of a group computes. `beside`: a decoder of this rank and of the same
     shapes, whose connections to the other ranks are used: the calls of both are one sequence there.
     `max_model_len`: the longest context that is served, which decides between the rotary embeddings
-    of LongRoPE; None: the model's positions. Raises ConfigError for an unusable config and
+    of LongRoPE; None: the model's positions. `cache`: has the packed weights if an earlier load
+    kept them, and is given them if not. Raises ConfigError for an unusable config and
     LoadError, naming file and tensor, for weights that do not match it.
     """
     folder, config, tensors = open_model(
         str(path_or_id), weights if dtype == "auto" else dtype, device
     )
-    config = config.for_length(max_model_len)
     plan = dataclasses.replace(
         weight_plan(config.stored_scheme, weights, quantize_o, quantize_lm_head),
         int8_group=int8_group,
         int4=int4,
         wide_layers=int4_wide_layers,
     )
+    entry = None
+    if cache is not None:
+        entry = cache.entry(folder, _packing(config, plan, rank, experts is not None))
+    config = config.for_length(max_model_len)
     routed, in_expert_file = None, set[str]()
     if experts is not None:
         routed, in_expert_file = build_experts(
@@ -100,22 +109,40 @@ def load_model(
     elsewhere = in_expert_file | _of_more_layers(config, tensors) | {SCORE_HEAD}
     total = sum(each.num_bytes for name, each in tensors.items() if name not in elsewhere)
     with showing(told(progress)) as report:
+        kept = {} if entry is None else entry.read(report, LOADING)
         source = CheckpointWeights(
             folder,
             tensors,
             config.dtype,
             device,
-            counted(report, LOADING, total),
+            _uncounted if kept else counted(report, LOADING, total),
             scheme=config.stored_scheme,
             dequantize=config.stored_scheme is not None and config.stored_scheme.is_opened(weights),
         )
+        parts = PackedParts(kept)
         decoder = build_decoder(
             config, source, plan, routed, may_lack_head=may_lack_head, rank=rank, in_part=in_part,
-            beside=beside,
+            beside=beside, parts=parts,
         )  # fmt: skip
-    source.warn_of_unused(elsewhere)
+        if not kept:
+            source.warn_of_unused(elsewhere)
+            if entry is not None:
+                entry.keep(parts.built, report)
+    huge_pages.return_freed()
     log.info("%s: %s; activations are %s", folder.name, decoder.weights, config.dtype)
     return decoder
+
+
+def _uncounted(_: int) -> None:
+    """Of what is read from the checkpoint beside packed weights, which are all that counts."""
+
+
+def _packing(config: ModelConfig, plan: WeightPlan, rank: Rank | None, has_cache: bool) -> str:
+    """All but the model's files that decides what is packed. `has_cache`: of experts."""
+    own = None
+    if rank is not None:
+        own = (rank.number, rank.num_ranks, rank.num_stages, rank.whole_experts)
+    return f"{config} {plan} {own} {has_cache}"
 
 
 def _of_more_layers(config: ModelConfig, tensors: dict[str, StoredTensor]) -> set[str]:

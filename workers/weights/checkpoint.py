@@ -85,13 +85,17 @@ class StoredTensor:
     def read_bytes(self) -> Tensor:
         """The bytes of the tensor, uint8. Raises LoadError."""
         raw = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self.read_into(raw)
+        return raw
+
+    def read_into(self, memory: Tensor) -> None:
+        """The same into `memory`, uint8 [num_bytes] on the CPU."""
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.offset)
-                _read_into(file.readinto, raw.numpy().data)
+                _read_into(file.readinto, memory.numpy().data)
         except (OSError, EOFError) as error:
             raise LoadError(f"{self.file}: tensor {self.name!r} cannot be read: {error}") from error
-        return raw
 
 
 def part_of(stored: StoredTensor, index: int) -> StoredTensor:

@@ -100,6 +100,20 @@ def model_digest(folder: Path) -> str:
     return f"{tokenizer.hexdigest()}-{weights.hexdigest()}"
 
 
+def local_digest(folder: Path) -> str:
+    """A digest of the configuration and the weights in `folder`, or of a GGUF file, on this
+    machine: it also depends on when the files were written, so that any change counts.
+
+    Raises OSError.
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    gguf = find_gguf(folder)
+    for path in _files(folder, WEIGHT_FILES) if gguf is None else [gguf]:
+        hashed.update(f"{path.stat().st_mtime_ns}:".encode())
+        _add_file(hashed, path)
+    return hashed.hexdigest()
+
+
 def _add_file(hashed: hashlib.blake2b, path: Path) -> None:
     hashed.update(f"{path.name}:{path.stat().st_size};".encode())
     for piece in _pieces(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import struct
 from pathlib import Path
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.workers.errors import ConfigError
+from penstock.workers.gguf import header as header_module
 from penstock.workers.gguf import header_reader
-from penstock.workers.gguf.header import GgufHeader, find_gguf, read_header
+from penstock.workers.gguf.header import GgufHeader, find_gguf, headers_kept, read_header
 from tests.workers.gguf_files import ARRAY, TEXT, file_of, pair, tensor, text
 
 FUZZ = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -191,3 +193,49 @@ def test_which_file_is_the_model(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("")
     assert find_gguf(other) is None
+
+
+def test_a_header_is_read_once_where_it_is_kept(tmp_path, monkeypatch):
+    reads = []
+    of_file = header_module.read_header_of
+
+    def noted(file, opened):
+        reads.append(file)
+        return of_file(file, opened)
+
+    monkeypatch.setattr(header_module, "read_header_of", noted)
+    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    for each in (path, other):
+        each.write_bytes(GOOD)
+    with headers_kept():
+        first = read_header(path)
+        assert read_header(path) is first and read_header(other).file == other
+        assert reads == [path, other]
+        path.write_bytes(file_of(PAIRS[:1], TENSORS, DATA))  # another file of the name
+        assert "a.number" not in read_header(path).metadata
+        assert reads == [path, other, path]
+    assert read_header(path) is not read_header(path)
+    assert len(reads) == 5
+
+
+def test_a_task_that_outlives_it_keeps_no_header(tmp_path):
+    asyncio.run(outlives(tmp_path))
+
+
+async def outlives(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(GOOD)
+    goes_on = asyncio.Event()
+
+    async def later() -> int:
+        await goes_on.wait()
+        return len(header_module._kept.get() or ())
+
+    with headers_kept():
+        read_header(path)
+        task = asyncio.ensure_future(later())
+        await asyncio.sleep(0)
+        in_thread = await asyncio.to_thread(read_header, path)
+        assert in_thread is read_header(path)
+    goes_on.set()
+    assert await task == 0

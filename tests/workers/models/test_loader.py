@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.workers.errors import ConfigError, LoadError
 from penstock.workers.models.loader import load_model
@@ -221,3 +223,41 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
     save_file({**tensors, **odd}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     load_model(tmp_path, progress=False)
     assert "1 unknown tensors are ignored: model.layers.1.odd" in caplog.text
+
+
+LOADED = """
+import sys
+from penstock.workers.models.loader import load_model
+
+def resident() -> tuple[int, int]:
+    lines = open("/proc/self/status").read().splitlines()
+    found = dict(line.split(":", 1) for line in lines if line.startswith(("VmHWM", "VmRSS")))
+    return tuple(int(found[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
+
+before, _ = resident()
+model = load_model(sys.argv[1], progress=False)
+now, peak = resident()
+print(now - before, peak - before, model.weights.num_bytes)
+"""
+
+
+def test_what_was_read_does_not_stay_in_memory(tmp_path):
+    """glibc keeps what is freed: half of a bf16 model for as long as the worker lived."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12,
+        num_attention_heads=16, num_key_value_heads=4, architectures=["LlamaForCausalLM"],
+        max_position_embeddings=128, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        shapes = LlamaForCausalLM(config).state_dict()
+    save_file(
+        {name: torch.zeros(each.shape, dtype=torch.bfloat16) for name, each in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    config.save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, tmp_path], check=True, capture_output=True, text=True
+    )
+    grown, peak, weights = map(int, done.stdout.split())
+    assert weights > 250 << 20
+    assert grown < 1.15 * weights and peak < 1.5 * weights

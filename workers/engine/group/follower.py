@@ -36,6 +36,7 @@ from penstock.workers.model_config import ModelConfig
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import Rank
+from penstock.workers.packed.cache import PackedCache
 from penstock.workers.weights.model_digest import verified_folder
 
 log = logging.getLogger("penstock.engine")
@@ -78,7 +79,10 @@ def _loaded(
         text = settings["calibration"]
         calibration = None if text is None else Calibration.from_values(json.loads(text))
         experts = settings_in_group(config, manifest, share, calibration)
-        model = load_configured(config, folder, device, progress=False, experts=experts, rank=rank)
+        model = load_configured(
+            config, folder, device, progress=False, experts=experts, rank=rank,
+            cache=PackedCache.of(config, device),
+        )  # fmt: skip
         draft = load_draft(config, folder, device, model, rank=rank)
     assert isinstance(model, ShardDecoder) and isinstance(draft, ShardDecoder | None)
     return Commands(peer, config, model, draft)
