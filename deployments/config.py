@@ -283,7 +283,7 @@ class ServeConfig(
         if engine.model not in NAMES and not is_hub_id(engine.model):
             engine = dataclasses.replace(engine, model=str(folder.resolve()))
         of_engine: dict[str, Any] = {}
-        for name in ("chat_template", "download_dir"):
+        for name in ("chat_template", "download_dir", "packed_cache_dir"):
             if (path := getattr(engine, name)) is not None:
                 of_engine[name] = str(Path(path).expanduser().resolve())
         engine = dataclasses.replace(engine, **of_engine)

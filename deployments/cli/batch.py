@@ -253,7 +253,8 @@ def _model_identity(config: ServeConfig) -> str:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             if path.suffix == ".json":
                 digest.update(path.read_bytes())
-    same = ("model", "revision", "model_digest", "download_dir", "threads")  # or told by the files
+    same = {"model", "revision", "model_digest", "threads"}  # or told by the files
+    same |= {"download_dir", "packed_cache_dir", "packed_cache_gb"}
     settings = {k: v for k, v in asdict(config.engine).items() if k not in same}
     digest.update(repr(sorted(settings.items(), key=str)).encode())
     return f"{config.model_name} here, {digest.hexdigest()[:16]}"

@@ -76,17 +76,18 @@ class PackedEntry:
     def read(self, report: Report, phase: str) -> dict[str, Part]:
         """The parts that are kept; none where there is no file, or a damaged one, which is
         deleted."""
-        try:
-            began_s = time.monotonic()
-            os.utime(self.path)
-            parts = packed_file.read(self.path, report, phase)
-        except FileNotFoundError:
+        if not self.path.is_file():
             return {}
-        except (LoadError, OSError) as error:
+        began_s = time.monotonic()
+        try:
+            parts = packed_file.read(self.path, report, phase)
+        except LoadError as error:
             log.warning("packed weights cannot be read, so they are packed again: %s", error)
             with contextlib.suppress(OSError):
                 self.path.unlink()
             return {}
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            os.utime(self.path)  # the last to be deleted
         log.info(
             "read %s of packed weights in %.1f s: %s",
             *(size(packed_file.num_bytes_of(parts)), time.monotonic() - began_s, self.path),
@@ -112,7 +113,7 @@ class PackedEntry:
             return
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _own(self.path.with_suffix(UNFINISHED)) as unfinished:
-            if unfinished is None:  # another process writes it
+            if unfinished is None or self.path.exists():  # another process writes it, or has
                 return
             self._make_room(num_bytes)
             if (free := shutil.disk_usage(folder).free) < 2 * num_bytes:
@@ -133,33 +134,37 @@ class PackedEntry:
         """Delete what other code has packed of the same, what writers have left that were killed,
         and the files that were used longest ago."""
         for path in self.cache.folder.glob(f"*{UNFINISHED}"):
-            with _own(path, create=False) as unfinished:
-                if unfinished is not None:
-                    path.unlink()
+            with _own(path, create=False):
+                pass
         files = sorted(self.cache.folder.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime)
         total = num_bytes + sum(each.stat().st_size for each in files)
         for path in files:
             is_older = path.name.startswith(f"{self.meant}-")
             if is_older or total > self.cache.max_bytes:
                 total -= path.stat().st_size
-                path.unlink()
+                path.unlink(missing_ok=True)
                 log.info("removed packed weights%s: %s", " of other code" * is_older, path)
 
 
 @contextlib.contextmanager
 def _own(path: Path, *, create: bool = True) -> Iterator[int | None]:
     """A descriptor of the empty file `path`, which no other process writes meanwhile; None: one
-    does, or it is gone."""
+    does, or it is gone. It is deleted at the end, if it has that name still."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
     except FileNotFoundError:
         yield None
         return
     try:
-        is_own = _is_locked(fd, path)
-        if is_own:
-            os.ftruncate(fd, 0)
-        yield fd if is_own else None
+        if not _is_locked(fd, path):
+            yield None
+            return
+        os.ftruncate(fd, 0)
+        try:
+            yield fd
+        finally:
+            if _has_name(fd, path):
+                path.unlink(missing_ok=True)
     finally:
         os.close(fd)  # frees the lock, too
 
@@ -168,8 +173,15 @@ def _is_locked(fd: int, path: Path) -> bool:
     """Lock an open file, if no other process has, nor has given the file another name since."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(fd), os.stat(path))
     except OSError:
+        return False
+    return _has_name(fd, path)
+
+
+def _has_name(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
         return False
 
 

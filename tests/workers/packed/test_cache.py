@@ -3,6 +3,7 @@ whatever is wrong with a file, the model loads."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -25,7 +26,9 @@ from penstock.workers.models.shards.memory import ExchangeSizes
 from penstock.workers.models.shards.rank import MEMORY, Rank
 from penstock.workers.models.weight_summary import linears_of
 from penstock.workers.packed import cache as packed_cache
-from penstock.workers.packed.cache import PackedCache
+from penstock.workers.packed import file as packed_file
+from penstock.workers.packed.cache import PackedCache, PackedEntry
+from penstock.workers.packed.parts import Part
 from penstock.workers.progress import KEEPING, LOADING, Progress
 from penstock.workers.request import Request, SamplingParams
 from penstock.workers.weights.sources import CheckpointWeights
@@ -262,10 +265,54 @@ def test_what_does_not_fit_is_not_kept(
     full = load_model(folder, weights="int8", progress=False, cache=cache)
     assert "disk has 9 bytes free" in caplog.text
     assert_same(full, expected)
-    assert not [each for each in cache.folder.iterdir() if each.stat().st_size]
+    assert paths(cache) == set()
     large = PackedCache(cache.folder, 1 << 30)
     load_model(folder, weights="int8", progress=False, cache=large)
-    assert not [each for each in cache.folder.iterdir() if each.stat().st_size]
+    assert paths(cache) == set()
+
+
+def test_a_disk_that_is_full_keeps_nothing_of_it(
+    cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: Any, parts: Any, on_bytes: Any) -> None:
+        file.write(bytes(100_000))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = make_checkpoint("llama")
+    expected = load_model(folder, weights="int8", progress=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(packed_file, "write", full)
+        found = load_model(folder, weights="int8", progress=False, cache=cache)
+    assert_same(found, expected)
+    assert "No space left on device" in caplog.text and paths(cache) == set()
+    load_model(folder, weights="int8", progress=False, cache=cache)
+    assert len(paths(cache)) == 1
+
+
+def test_a_folder_that_may_only_be_read_is_read(
+    cache: PackedCache, monkeypatch: pytest.MonkeyPatch, no_source: list[str]
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    folder = make_checkpoint("llama")
+    expected = load_model(folder, weights="int8", progress=False, cache=cache)
+    no_source.clear()
+    monkeypatch.setattr(os, "utime", refused)
+    assert_same(load_model(folder, weights="int8", progress=False, cache=cache), expected)
+    assert not [each for each in no_source if each.endswith("_proj")]
+
+
+def test_what_another_process_has_kept_meanwhile_stays(cache: PackedCache) -> None:
+    folder = make_checkpoint("llama")
+    load_model(folder, weights="int8", progress=False, cache=cache)
+    (file,) = cache.folder.iterdir()
+    inode = file.stat().st_ino
+    expected = load_model(folder, weights="int8", progress=False)
+    kept: dict[str, Part] = {str(number): each for number, each in enumerate(linears(expected))}
+    meant, _, code = file.stem.partition("-")
+    PackedEntry(cache, meant, code).keep(kept, lambda _: None)
+    assert file.stat().st_ino == inode and paths(cache) == {file.name}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
