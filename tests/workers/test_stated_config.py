@@ -31,7 +31,25 @@ MISTRAL = {
     "model_type": "mistral",
     "sliding_window": 13,
 }
-BASES = [*BUILTIN.values(), MISTRAL]
+_PLAIN = {key: value for key, value in BUILTIN["builtin"].items() if "bias" not in key}
+QWEN2 = {  # as Qwen publishes them, in the older form
+    **{key: value for key, value in _PLAIN.items() if key not in ("rope_parameters", "head_dim")},
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_theta": 1000000.0,
+    "sliding_window": 32, "use_sliding_window": False, "max_window_layers": 2,
+}  # fmt: skip
+QWEN3 = {
+    **QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+    "head_dim": 24, "rope_scaling": None, "sliding_window": None,
+}  # fmt: skip
+LLAMA3 = {
+    **{key: value for key, value in BUILTIN["builtin"].items() if key != "rope_parameters"},
+    "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+}  # fmt: skip
+BASES = [*BUILTIN.values(), MISTRAL, QWEN2, QWEN3, LLAMA3]
 ODD: list[Any] = [
     *(None, True, False, 0, -1, 1, 3, 4, 64, 512, 0.5, 1e-6, "", "4", "silu", "gelu", "float16"),
     *(10**6, -0.5, 5.0, "float", "half", "double", "auto", "torch.float16", "swish"),
@@ -40,11 +58,21 @@ ODD: list[Any] = [
     {"rope_type": "default", "rope_theta": "500"},
     {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     {"type": "linear", "factor": 2.0},
+    LLAMA3["rope_scaling"],
+    {**LLAMA3["rope_scaling"], "factor": 0.5},
+    {**LLAMA3["rope_scaling"], "factor": 8},
+    {**LLAMA3["rope_scaling"], "low_freq_factor": 4.0},
+    {**LLAMA3["rope_scaling"], "original_max_position_embeddings": 131072},
+    {**LLAMA3["rope_scaling"], "rope_theta": 500000.0},
+    ["full_attention"] * 2,
+    ["full_attention"] * BUILTIN["builtin"]["num_hidden_layers"],
+    ["sliding_attention"] * BUILTIN["builtin"]["num_hidden_layers"],
 ]
 NAMES = [
     *sorted({name for base in BASES for name in base if name not in ("architectures",)}),
     *("rope_theta", "rope_scaling", "torch_dtype", "layer_types", "partial_rotary_factor"),
     *("num_experts", "qkv_bias", "clip_qkv", "norm_topk_prob", "mlp_only_layers"),
+    *("use_sliding_window", "max_window_layers", "use_mrope"),
 ]
 CHANGES = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(ODD), max_size=3)
 DROPPED = st.lists(st.sampled_from(NAMES), max_size=2)
@@ -78,7 +106,8 @@ def test_checkpoints_that_transformers_has_saved(name: str) -> None:
     folder = Path(make_checkpoint(name))
     assert read(folder) == by_transformers(folder) != ConfigError
     stated = json.loads((folder / "config.json").read_text())
-    assert (stated_in_full(stated) is not None) == (name in ("llama", "mistral", "mixtral"))
+    in_full = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+    assert (stated_in_full(stated) is not None) == (name in in_full)
 
 
 def test_the_older_form_of_the_hub(tmp_path: Path) -> None:
@@ -90,6 +119,18 @@ def test_the_older_form_of_the_hub(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert config == by_transformers(tmp_path)
     assert isinstance(config, ModelConfig) and config.ropes[0].theta == 500000.0
+
+
+@pytest.mark.parametrize("stated", [QWEN2, QWEN3, LLAMA3], ids=["qwen2", "qwen3", "llama3"])
+def test_published_forms_need_no_transformers(tmp_path: Path, stated: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert stated_in_full(stated) is not None
+    config = read(tmp_path)
+    assert config == by_transformers(tmp_path)
+    assert isinstance(config, ModelConfig)
+    assert config.sliding_window == (None,) * config.num_layers
+    if stated is LLAMA3:
+        assert (config.ropes[0].type, config.ropes[0].factor) == ("llama3", 8.0)
 
 
 @pytest.mark.parametrize("name", BUILTIN)
