@@ -9,7 +9,7 @@ def packed_weights(result: Result) -> str:
     """Seconds, CPU seconds and peak memory of each kind of load, medians of the rounds."""
     figures = result.figures
     head = (f"weights ({figures['model']})", "MiB", "without", "storing them", "reading them",
-            "reading / without", "CPU time, without", "reading", "peak memory, without",
+            "reading / without", "CPU time, without", "reading", "peak of memory, without",
             "reading")  # fmt: skip
     rows = [
         (

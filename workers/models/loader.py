@@ -95,7 +95,8 @@ def load_model(
     )
     entry = None
     if cache is not None:
-        entry = cache.entry(folder, _packing(config, plan, rank, experts is not None))
+        num_bytes = sum(each.num_bytes for each in tensors.values())
+        entry = cache.entry(folder, num_bytes, _packing(config, plan, rank, experts is not None))
     config = config.for_length(max_model_len)
     routed, in_expert_file = None, set[str]()
     if experts is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -31,6 +32,7 @@ from penstock.workers.weights.model_digest import local_digest
 log = logging.getLogger("penstock.loader")
 
 LEAST_BYTES = 64 << 20  # what is smaller is packed in less than a second
+MOST_GROWTH = 4  # of files by packing: an embedding in 4 bits becomes one in 16
 SUFFIX, UNFINISHED = ".safetensors", ".part"
 
 
@@ -51,8 +53,11 @@ class PackedCache:
         path = native.cache_folder() / "packed" if folder is None else Path(folder).expanduser()
         return cls(path, int(options.packed_cache_gb * 2**30))
 
-    def entry(self, model: Path, settings: str) -> PackedEntry:
-        """What is kept of the model in `model`, packed by these `settings`. Raises LoadError."""
+    def entry(self, model: Path, num_bytes: int, settings: str) -> PackedEntry | None:
+        """What is kept of the model in `model`, whose tensors have `num_bytes`, packed by these
+        `settings`; None: it is too small. Raises LoadError."""
+        if MOST_GROWTH * num_bytes < self.least_bytes:
+            return None
         try:
             meant = f"{local_digest(model)} {settings} {native.cpu_facts()}"
             code = f"{native.loaded_name()} {_code_digest()}"
@@ -189,6 +194,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
+@functools.cache
 def _code_digest() -> str:
     """Of the Python that quantises and packs, or might."""
     hashed = hashlib.blake2b(digest_size=12)

@@ -267,6 +267,8 @@ def test_what_does_not_fit_is_not_kept(
     assert_same(full, expected)
     assert paths(cache) == set()
     large = PackedCache(cache.folder, 1 << 30)
+    assert large.entry(folder, 15 << 20, "") is None
+    assert large.entry(folder, 17 << 20, "") is not None
     load_model(folder, weights="int8", progress=False, cache=large)
     assert paths(cache) == set()
 
