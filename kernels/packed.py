@@ -66,10 +66,9 @@ def from_description(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Packe
 
     Raises KeyError or TypeError where the two do not fit together.
     """
-    record, bias = facts["record"], tensors.get(BIAS, tensors.get("bias"))
+    record, bias = facts["record"], None
     if facts["bias"] is not None:  # the payload's own is wider
-        assert bias is not None
-        bias = bias.to(_DTYPES[facts["bias"]])
+        bias = tensors[BIAS if BIAS in tensors else "bias"].to(_DTYPES[facts["bias"]])
     payload: Any = tensors[""] if record is None else None
     if record is not None:
         own = {name: tensor for name, tensor in tensors.items() if name != BIAS}

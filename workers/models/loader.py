@@ -20,7 +20,7 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.shards.decoder import ShardDecoder
 from penstock.workers.models.shards.rank import Rank
 from penstock.workers.models.shards.reading import own_part
-from penstock.workers.packed.cache import PackedCache
+from penstock.workers.packed.cache import PackedCache, stated
 from penstock.workers.packed.parts import PackedParts
 from penstock.workers.progress import LOADING, Report, counted, showing, told
 from penstock.workers.quantization import (
@@ -143,7 +143,7 @@ def _packing(config: ModelConfig, plan: WeightPlan, rank: Rank | None, has_cache
     own = None
     if rank is not None:
         own = (rank.number, rank.num_ranks, rank.num_stages, rank.whole_experts)
-    return f"{config} {plan} {own} {has_cache}"
+    return " ".join(map(stated, (config, plan, own, has_cache)))
 
 
 def _of_more_layers(config: ModelConfig, tensors: dict[str, StoredTensor]) -> set[str]:

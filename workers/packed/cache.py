@@ -8,6 +8,7 @@ meant. A file gets its name when it is whole and on the disk.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from penstock import kernels, workers
 from penstock.kernels.cpu import native
@@ -188,6 +189,18 @@ def _has_name(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def stated(settings: Any) -> str:
+    """Settings as text that is the same in each process: the order of a set is not."""
+    if isinstance(settings, frozenset | set):
+        return stated(sorted(settings))
+    if isinstance(settings, tuple | list):
+        return f"[{', '.join(map(stated, settings))}]"
+    if dataclasses.is_dataclass(settings):
+        fields = (each.name for each in dataclasses.fields(settings))
+        return ", ".join(f"{name}={stated(getattr(settings, name))}" for name in fields)
+    return repr(settings)
 
 
 def _digest(text: str) -> str:

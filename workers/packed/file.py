@@ -75,7 +75,7 @@ def read(file: Path, report: Report, phase: str) -> dict[str, Part]:
             plain[name] = tensor
     try:
         linears = {name: from_description(facts[name], own) for name, own in by_part.items()}
-    except (AssertionError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise LoadError(f"{file}: a weight is not described as it is stored: {error!r}") from error
     return {**plain, **linears}
 

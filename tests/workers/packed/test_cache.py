@@ -7,6 +7,8 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,33 @@ def test_another_setting_or_another_file_is_another_model(
     changed = load_model(folder, weights="int8", progress=False, cache=cache)
     assert len(paths(cache) - before) == 1
     assert_same(changed, load_model(folder, weights="int8", progress=False))
+
+
+STATED = """
+from dataclasses import replace
+from penstock.workers.model_config import ModelConfig
+from penstock.workers.models.loader import _packing
+from penstock.workers.quantization import StoredScheme, WeightPlan
+import sys
+config = ModelConfig.from_pretrained(sys.argv[1])
+modules = frozenset(f"model.layers.{n}.mlp.down_proj" for n in range(20))
+scheme = StoredScheme("compressed-tensors", ("int4", "int8"), step_group=16, int8_modules=modules)
+print(_packing(replace(config, stored_scheme=scheme), WeightPlan(), None, False))
+"""
+
+
+def test_every_process_means_the_same_file() -> None:
+    """Sets of text have another order in each process."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", STATED, make_checkpoint("llama")],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True, capture_output=True, text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    (text,) = found
+    assert "int8_modules=['model.layers.0.mlp.down_proj'" in text and "num_layers=3" in text
 
 
 def test_what_other_code_packed_is_replaced(
