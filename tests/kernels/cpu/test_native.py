@@ -176,7 +176,7 @@ def test_the_matrix_unit_gives_the_bits_of_the_vectors(native_path, tmp_path, mo
 def test_a_failed_build_is_one_warning(monkeypatch, tmp_path, caplog):
     compiler = shutil.which("false")
     monkeypatch.setattr(native, "find_compiler", lambda: compiler)
-    monkeypatch.setattr(native, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
     with caplog.at_level(logging.WARNING):
         assert native.loaded.__wrapped__() is None
     assert len(caplog.records) == 1
@@ -185,7 +185,7 @@ def test_a_failed_build_is_one_warning(monkeypatch, tmp_path, caplog):
 
 def test_no_compiler_is_one_warning(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(native, "COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(native, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
     with caplog.at_level(logging.WARNING):
         assert native.loaded.__wrapped__() is None
     assert len(caplog.records) == 1
