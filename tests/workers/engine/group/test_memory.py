@@ -33,7 +33,7 @@ EVEN_MOE = {
     "shared_expert_intermediate_size": 64,
 }  # fmt: skip
 LARGE = {
-    **EVEN, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10,
+    **EVEN, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
     "num_attention_heads": 16, "num_key_value_heads": 8,
 }  # fmt: skip
 LENT: dict[str, Any] = {
@@ -41,7 +41,9 @@ LENT: dict[str, Any] = {
     "kv_commit": "eager",
 }  # fmt: skip
 PP2 = {"pipeline_parallel_size": 2}
-LIMIT = 600 << 20  # bytes beside what Python and torch take; the weights of LARGE are 604 MiB
+# Bytes beside what Python and torch take: the weights of LARGE are 725 MiB; one process needs more
+# than 800, each of two ranks less than 680.
+LIMIT = 750 << 20
 
 
 def made(model_type: str, settings: dict[str, int], folder: Path) -> Path:
