@@ -58,8 +58,8 @@ def make_model(folder: Path) -> None:
 
 def load_once(model: str, format: str, folder: str) -> None:
     """One load in this process; its figures as JSON."""
-    options: dict[str, Any] = {"packed_cache_gb": 100.0 if folder else 0.0}
-    config = EngineConfig(model=model, weights=format, packed_cache_dir=folder or None, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"weights": format, "packed_cache_gb": 100.0 if folder else 0.0}
+    config = EngineConfig(model=model, packed_cache_dir=folder or None, **options)
     path = resolve_model(model)
     compile_operators()
     start_s, cpu_s = time.perf_counter(), time.process_time()

@@ -23,11 +23,10 @@ from penstock.workers.errors import LoadError
 from penstock.workers.packed.parts import Part
 from penstock.workers.progress import Report, counted
 from penstock.workers.weights.checkpoint import CODE_DTYPES, FLOAT_DTYPES, StoredTensor, read_header
-from penstock.workers.weights.quantized_layout import DTYPE_NAMES
+from penstock.workers.weights.quantized_layout import bytes_of, file_header
 
 FACTS = "facts"  # the name of the tensor of JSON
 _DTYPES = FLOAT_DTYPES | CODE_DTYPES
-_ALIGN_BYTES = 8
 
 
 def storable(parts: Mapping[str, Part]) -> dict[str, Part]:
@@ -49,11 +48,10 @@ def write(file: BinaryIO, parts: Mapping[str, Part], on_bytes: Callable[[int], o
     linears = {n: described(each) for n, each in parts.items() if isinstance(each, PackedLinear)}
     text = bytearray(json.dumps(linears).encode())
     tensors = {FACTS: torch.frombuffer(text, dtype=torch.uint8), **_tensors(parts)}
-    file.write(_header(tensors))
+    file.write(file_header((name, each.dtype, each.shape) for name, each in tensors.items()))
     for tensor in tensors.values():
-        data = tensor.contiguous().view(-1).view(torch.uint8)
-        file.write(data.numpy().data)
-        on_bytes(data.numel())
+        file.write(data := bytes_of(tensor))
+        on_bytes(data.nbytes)
 
 
 def read(file: Path, report: Report, phase: str) -> dict[str, Part]:
@@ -118,18 +116,3 @@ def _tensors(parts: Mapping[str, Part]) -> dict[str, Tensor]:
         else:
             found[name] = part
     return found
-
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    header, offset = {}, 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN_BYTES)
-    return len(text).to_bytes(8, "little") + text

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from penstock.kernels.quant import HADAMARD_BLOCK
@@ -45,6 +44,8 @@ from penstock.workers.weights.int4_layout import (
 from penstock.workers.weights.quantized_layout import (
     DTYPE_NAMES,
     StoredPart,
+    bytes_of,
+    file_header,
     parts_of,
     quantization_config,
     tensors_of,
@@ -62,7 +63,6 @@ _ALL_EXPERTS = re.compile(
     r"\.experts\.(gate_up_proj|down_proj)$|\.block_sparse_moe\.(in|out)put_linear\.weight$"
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-HEADER_ALIGN = 8
 # What to write for a module or a tensor of that name; None: it is made of the source's.
 Ready = Callable[[str], Sequence[Tensor] | None]
 
@@ -291,7 +291,7 @@ def _write_entry(
     for part, each in zip(entry.parts, tensors, strict=True):
         if tuple(each.shape) != part.shape or each.dtype != part.dtype:
             raise InvariantError(f"{entry.name}: {part} was announced in the header")
-        file.write(_bytes_of(each))
+        file.write(bytes_of(each))
 
 
 def _made(entry: OutputTensor, dtype: str) -> Sequence[Tensor]:
@@ -305,24 +305,12 @@ def _made(entry: OutputTensor, dtype: str) -> Sequence[Tensor]:
     return tensors_of(transformed(tensor) if entry.hadamard else tensor, entry.format, dtype)
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
 def _header(shard: Shard) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in shard.entries:
-        for part in entry.parts:
-            header[_full_name(entry, part)] = {
-                "dtype": DTYPE_NAMES[part.dtype],
-                "shape": list(part.shape),
-                "data_offsets": [offset, offset + part.num_bytes],
-            }
-            offset += part.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % HEADER_ALIGN)
-    return len(text).to_bytes(8, "little") + text
+    return file_header(
+        (_full_name(entry, part), part.dtype, part.shape)
+        for entry in shard.entries
+        for part in entry.parts
+    )
 
 
 def _full_name(entry: OutputTensor, part: StoredPart) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.kernels.quant import (
 from penstock.workers.quantization import QuantizedFormat
 from penstock.workers.weights.stored import BNB_STATE
 
+HEADER_ALIGN = 8
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
     torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3",
@@ -44,6 +45,27 @@ class StoredPart:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def file_header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+    """The beginning of a safetensors file whose data are these tensors, name, dtype and shape, one
+    after another."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end],
+        }  # fmt: skip
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Of a tensor on the CPU, as a file has them: a buffer of uint8."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def parts_of(format: QuantizedFormat, num_rows: int, width: int, dtype: str) -> list[StoredPart]:
