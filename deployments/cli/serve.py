@@ -130,6 +130,7 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
     """Print changes and throughput until a signal arrives."""
     throughput = Throughput(time.monotonic)
     counts, num_failures = [WorkerCount(each, _say_now) for each in config.each_model], 0
+    warnings = Warnings(_say_now)
     while not signals.num_seen:
         time.sleep(WATCH_S)
         view = cluster.view()
@@ -138,6 +139,7 @@ def _watch(cluster: Cluster, config: ServeConfig, signals: Signals) -> None:
         num_failures = view.num_failures
         for count in counts:
             count.report(view)
+        warnings.report(view)
         num_at_gate = sum(each.num_waiting for each in view.ingresses)
         workers = [(info.epoch, stats) for info, stats in view.workers]
         if line := throughput.line(workers, num_at_gate):
@@ -217,6 +219,25 @@ class WorkerCount:
         if self._too_many_until_s is None:
             self._too_many_until_s = self._now_s() + LISTED_S
         return self._now_s() < self._too_many_until_s
+
+
+class Warnings:
+    """Says when a warning of an ingress begins, and when no ingress has it any more."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._known: set[str] = set()
+
+    def report(self, view: ClusterView) -> None:
+        if not view.ingresses:  # the registry is new: it has yet to hear of them
+            return
+        details = {each.text: each.detail for info in view.ingresses for each in info.warnings}
+        for text, detail in details.items():
+            if text not in self._known:
+                self._say(f"WARNING: {text}" + (f" ({detail})" if detail else ""))
+        for text in sorted(self._known - details.keys()):
+            self._say(f"no longer: {text}")
+        self._known = set(details)
 
 
 def _names(epochs: Collection[int]) -> str:

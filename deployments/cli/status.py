@@ -60,6 +60,7 @@ def status_text(status: dict[str, Any], batches: Sequence[dict[str, Any]] = ()) 
     if status["num_failed_starts"]:
         lines.append(f"{status['num_failed_starts']} replicas could not start: see Ray's logs")
     batch_table = _batch_table(batches)
+    lines += _warnings(status["ingresses"])
     for table in (_nodes(status), _workers(status), _scaling(status), batch_table, _jobs(status)):
         lines += ["", *table] if table else []
     return "\n".join(lines)
@@ -73,6 +74,18 @@ def _batches(server: HttpServer) -> list[dict[str, Any]]:
             raise
         return []  # the key has the role metrics, and no batches
     return listed
+
+
+def _warnings(ingresses: Sequence[dict[str, Any]]) -> list[str]:
+    """Each once, with the ingresses that have it where not all do."""
+    having: dict[str, list[str]] = {}
+    for each in ingresses:
+        for text in each.get("warnings", ()):  # servers of earlier releases have none
+            having.setdefault(text, []).append(each["id"])
+    return [
+        f"WARNING: {text}" + (f" (ingress {', '.join(ids)})" if len(ids) < len(ingresses) else "")
+        for text, ids in having.items()
+    ]
 
 
 def _nodes(status: dict[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ from penstock.deployments.ingress.metrics.collector import ModelSources, Penstoc
 from penstock.deployments.ingress.metrics.probes import Probes
 from penstock.deployments.ingress.metrics.server import MetricsPage, MetricsServer
 from penstock.deployments.ingress.models import IngressModel, beat_all, request_core
+from penstock.deployments.ingress.operator_warnings import WarningSources
 from penstock.deployments.ingress.tracing.opening import open_tracer
 from penstock.deployments.security.api_keys import ApiKeys
 from penstock.deployments.security.certificates import Certificates, client_certificates
@@ -69,6 +70,7 @@ class Listeners:
     batches: asyncio.Task[None] | None  # the executor; None: there is no data folder
     journals: Journals | None  # None: no state store is configured
     jobs: JobBoard
+    warnings: WarningSources
     # For the probes of the metrics port; the event loop's watch; the file of keys; certificates.
     background: tuple[asyncio.Future[None], ...]
 
@@ -135,7 +137,8 @@ async def open_listeners(
     asyncio.get_running_loop().set_exception_handler(Complaints())
     keys = await asyncio.to_thread(_api_keys, config)
     journals = await _journals(config, owner)
-    limiter = QuotaLimiter(None if journals is None else journals.store)
+    store = None if journals is None else journals.store
+    limiter = QuotaLimiter(store)
     tracer = await asyncio.to_thread(open_tracer, config, owner)
     core = await request_core(config, models, Billing(keys, limiter), tracer)
     if journals is not None:
@@ -150,6 +153,12 @@ async def open_listeners(
     uses = (("clients", certificates), ("cluster", cluster))
     in_use = {use: each for use, each in uses if each is not None}
     watch = LoopWatch(partial(beat_all, models))
+    following = KeyFileWatch(
+        keys,
+        config.api_keys_file,
+        lambda: core.end_calls(keys.ended),
+        check=lambda records: check_quotas(records, config.max_ingress, config.state_url),
+    )
     sources = [
         ModelSources(runtime.metrics, each.gate, each.pool.lost_requests)
         for runtime, each in zip(core.runtimes, models, strict=True)
@@ -164,6 +173,8 @@ async def open_listeners(
         watch,
         in_use,
         sources[1:],
+        store=None if store is None else store.status,
+        keys=following if config.api_keys_file is not None else None,
     )
     app = build_app(
         core,
@@ -207,15 +218,13 @@ async def open_listeners(
     if data_dir is not None:
         board = None if journals is None else journals.batches
         batches = asyncio.ensure_future(batch_executor(core, data_dir, fields, board).run())
-    following = KeyFileWatch(
-        keys,
-        config.api_keys_file,
-        lambda: core.end_calls(keys.ended),
-        check=lambda records: check_quotas(records, config.max_ingress, config.state_url),
-    )
     work = [probes.run(), watch.run(), following.run(), *(each.run() for each in in_use.values())]
     background = tuple(map(asyncio.ensure_future, work))
-    return Listeners(app, http, http_task, grpc, metrics, core, batches, journals, jobs, background)
+    return Listeners(
+        *(app, http, http_task, grpc, metrics, core, batches, journals, jobs),
+        WarningSources(models, store, following, in_use),
+        background,
+    )
 
 
 def _api_keys(config: ServeConfig) -> ApiKeys:

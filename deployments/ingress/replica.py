@@ -204,6 +204,7 @@ class IngressReplica:
             node=short_node(ray.get_runtime_context().get_node_id()),
             lacks_gate=self._lacks_gate,
             num_waiting=sum(each.gate.num_waiting for each in self._models if each.gate),
+            warnings=self._listeners.warnings.now(),
             is_draining=self._draining is not None,
             generation=0 if setup is None else setup.generation,
             digest=digest_of(self._setups),

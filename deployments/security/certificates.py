@@ -93,6 +93,11 @@ class Certificates:
         """Seconds until the certificate in use expires; negative: it has."""
         return self.current.expires_at_s - time.time()
 
+    @property
+    def complaint(self) -> str:
+        """Why new files are refused (`reload_failed`); empty: they are not."""
+        return self._failed[0] if self._failed is not None and self.reload_failed else ""
+
     def client_context(self) -> ssl.SSLContext:
         """For new connections to servers whose certificate the CA has signed; shows the own one.
 

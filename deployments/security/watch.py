@@ -46,7 +46,7 @@ class KeyFileWatch:
         self._keys, self._path, self._on_look = keys, path, on_look
         self._check, self._look_s = check, look_s
         self._seen: _Stamp = None  # the first look reads it
-        self._complaint = ""
+        self.complaint = ""  # why the file cannot be used; empty: it can
 
     async def run(self) -> None:
         """For ever."""
@@ -71,11 +71,11 @@ class KeyFileWatch:
             self._check(records)
         except ConfigError as error:
             # Without a stamp it is read again: it may be half written, or between two names.
-            if str(error) != self._complaint:
-                self._complaint = str(error)
+            if str(error) != self.complaint:
+                self.complaint = str(error)
                 log.error("the last good keys stay in force: %s", error)
             return
-        self._seen, self._complaint = stamp, ""
+        self._seen, self.complaint = stamp, ""
         if records != self._keys.records:
             self._keys.replace(records)
             log.info("api_keys_file %s was read again: %d keys", path, len(records))

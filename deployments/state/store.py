@@ -104,11 +104,13 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """For operators. notes: what limits this store's promises, one sentence each."""
+    """For operators. notes: what limits this store's promises, one sentence each. fault: why calls
+    fail now; None: none did."""
 
     kind: str
     is_up: bool
     notes: tuple[str, ...] = ()
+    fault: str | None = None
 
 
 class Store(Protocol):

@@ -29,6 +29,15 @@ class JobReport:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorWarning:
+    """Something that limits a process now. `detail`: the cause, for the operator's terminal; it may
+    have addresses and paths, `text` has none."""
+
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class IngressInfo:
     """One ingress replica: its addresses, its connections, and its deployment."""
 
@@ -51,6 +60,7 @@ class IngressInfo:
     workers_of: tuple[tuple[str, int], ...] = ()  # `num_workers` by the name of their model
     lacks_gate: bool = False  # it is not connected with the gate of each model that has one
     num_waiting: int = 0  # of its requests, at the gates
+    warnings: tuple[OperatorWarning, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

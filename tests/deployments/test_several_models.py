@@ -47,7 +47,9 @@ def cluster(config: ServeConfig) -> Iterator[Cluster]:
 
 
 def is_whole(view: ClusterView) -> bool:
-    return [ingress.workers_of for ingress in view.ingresses] == [((DENSE, 1), (MOE, 1))]
+    """One worker of each model, and the ingress has both; one that was killed is listed on."""
+    reached = [ingress.workers_of for ingress in view.ingresses]
+    return len(view.workers) == 2 and reached == [((DENSE, 1), (MOE, 1))]
 
 
 def page_of(config: ServeConfig) -> str:
@@ -115,12 +117,14 @@ def test_a_killed_worker_of_one_model_delays_its_own_requests_alone(cluster, con
             async with asyncio.timeout(120):
                 with no_new_worker(forks):
                     lost.kill()
+                    # Where others use the machine, the kernel takes a while to end a process.
+                    while httpx.get(f"{url}/ready").json().get("models_without_worker") != MOE:
+                        await asyncio.sleep(0.02)
                     # Its own model's requests wait for the worker that replaces the lost one; the
                     # other model's are answered meanwhile.
                     assert await answers[0] == (alone[0], None)
                     assert await generate(dense, 3, 200) == (alone[0], None)
                     assert not answers[1].done()
-                    assert httpx.get(f"{url}/ready").json()["models_without_worker"] == MOE
                 assert await answers[1] == (alone[1], None)
             return alone
 

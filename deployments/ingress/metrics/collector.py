@@ -32,8 +32,10 @@ from penstock.deployments.ingress.metrics.families import (
     of_certificates,
     of_connections,
     of_journals,
+    of_keys,
     of_loop,
     of_lost,
+    of_store,
     of_table,
 )
 from penstock.deployments.ingress.metrics.gates import of_gates
@@ -47,6 +49,8 @@ from penstock.deployments.ingress.metrics.tables import (
     WORKER_GAUGES,
 )
 from penstock.deployments.security.certificates import Certificates
+from penstock.deployments.security.watch import KeyFileWatch
+from penstock.deployments.state.store import StoreStatus
 from penstock.workers.stats import EngineStats, WorkerInfo
 
 Workers = Iterable[tuple[WorkerInfo, EngineStats]]
@@ -80,13 +84,16 @@ class PenstockCollector(Collector):
         watch: LoopWatch | None = None,
         certificates: Mapping[str, Certificates] | None = None,
         further: Sequence[ModelSources] = (),
+        *,
+        store: Callable[[], StoreStatus] | None = None,
+        keys: KeyFileWatch | None = None,
     ):
         """`requests`, `gate` and `lost` are those of the first model, `further` of the others."""
         self._connections = connections
         self._watch = watch
         self._certificates = certificates
         self._models = (ModelSources(requests, gate, lost), *further)
-        self._journals = journals
+        self._journals, self._store, self._keys = journals, store, keys
         self._requests = requests
         self._workers = workers
 
@@ -102,6 +109,10 @@ class PenstockCollector(Collector):
             yield from of_lost({self._labels(each): lost for each, lost in losts})
         if self._journals is not None:
             yield from of_journals(self._journals)
+        if self._store is not None:
+            yield from of_store(self._store())
+        if self._keys is not None:
+            yield from of_keys(self._keys)
         if self._connections is not None:
             yield from of_connections(self._connections)
         if self._watch is not None:

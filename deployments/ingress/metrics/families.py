@@ -1,4 +1,4 @@
-"""The metrics of an ingress itself: lost requests, journals, connections, loop, certificates.
+"""The metrics of an ingress itself: lost requests, journals, connections, loop, certificates, keys.
 
 collector.py collects them.
 """
@@ -21,6 +21,8 @@ from penstock.deployments.ingress.core.bounds.loop_watch import LoopWatch
 from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.security.certificates import Certificates
+from penstock.deployments.security.watch import KeyFileWatch
+from penstock.deployments.state.store import StoreStatus
 from penstock.workers.stats import Distribution
 
 LABELS = ("model_name", "engine")  # of series of a worker
@@ -89,6 +91,22 @@ def of_journals(counts: JournalCounts) -> Iterator[Metric]:
         "penstock_journals_incomplete",
         "Journals that the state store could not take whole; what they lack is computed again.",
         value=counts.incomplete,
+    )
+
+
+def of_store(store: StoreStatus) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "penstock_state_store_up",
+        "1: the state store answers and can be written to; 0: the ingress works without it.",
+        value=store.fault is None,
+    )
+
+
+def of_keys(keys: KeyFileWatch) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "penstock_key_file_refused",
+        "1: the file of API keys cannot be used, and the keys before it stay in force.",
+        value=bool(keys.complaint),
     )
 
 

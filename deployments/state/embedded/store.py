@@ -146,9 +146,8 @@ class EmbeddedStore:
         await self._write(STREAMS, rest, budget_s - (self._loop.time() - began_s))
 
     def status(self) -> StoreStatus:
-        fault = self._writer.fault
-        notes = self._folder.notes if fault is None else (*self._folder.notes, fault)
-        return StoreStatus(f"embedded, SQLite {sqlite3.sqlite_version}", not self._is_closed, notes)
+        kind = f"embedded, SQLite {sqlite3.sqlite_version}"
+        return StoreStatus(kind, not self._is_closed, self._folder.notes, self._writer.fault)
 
     async def close(self) -> None:
         if self._is_closed:

@@ -133,10 +133,8 @@ class RedisStore:
         await link.run(make(self._keys, name, expect), budget_s)
 
     def status(self) -> StoreStatus:
-        fault = self._calls.fault
-        notes = self._survey.notes if fault is None else (fault,)
         kind = f"Redis {self._survey.version} at {self._address}"
-        return StoreStatus(kind, self._calls.is_up, notes)
+        return StoreStatus(kind, self._calls.is_up, self._survey.notes, self._calls.fault)
 
     async def close(self) -> None:
         self._is_closed = True

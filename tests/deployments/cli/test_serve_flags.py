@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from penstock.deployments.cli.flags.serve import FIRST, flag_of, help_text
 from penstock.deployments.cli.main import main
-from penstock.deployments.cli.serve import WorkerCount
+from penstock.deployments.cli.serve import Warnings, WorkerCount
 from penstock.deployments.cli.starting.summary import effective_settings, welcome
 from penstock.deployments.config import ServeConfig, config_from, settings, settings_by_group
 from penstock.deployments.config_file import as_yaml, read_config
 from penstock.deployments.config_values import values_by_group
-from penstock.deployments.supervision.view import ClusterView
+from penstock.deployments.supervision.view import ClusterView, IngressInfo, OperatorWarning
 from penstock.workers.errors import ConfigError
 from penstock.workers.settings import Setting
 from penstock.workers.stats import EngineFacts, EngineStats, WorkerInfo
@@ -261,3 +261,31 @@ def test_a_worker_whose_report_came_late_is_not_called_replaced():
         "worker 00000001 does not report, and is replaced if it has ended: 2 of 2 workers serve",
         "worker 00000003 is ready: 2 of 2 workers serve",
     ]
+
+
+def warned(*ingresses: tuple[OperatorWarning, ...]) -> ClusterView:
+    return ClusterView(
+        ingresses=tuple(
+            IngressInfo(f"i{each}", 1, "", "", 0, warnings=warnings)
+            for each, warnings in enumerate(ingresses)
+        )
+    )
+
+
+def test_a_warning_of_an_ingress_is_said_once_and_when_it_is_over():
+    lines: list[str] = []
+    warnings = Warnings(lines.append)
+    store = OperatorWarning("the store is away", "10.0.0.9: refused")
+    tried_again = replace(store, detail="10.0.0.9: no route")
+    keys = OperatorWarning("the keys are bad")
+    for view in (warned(()), warned((store,)), warned((tried_again,), ()), warned((), (store,))):
+        warnings.report(view)
+    assert lines == ["WARNING: the store is away (10.0.0.9: refused)"]
+    warnings.report(ClusterView())  # a registry that has just started knows no ingress yet
+    warnings.report(warned((), (store, keys)))
+    assert lines[1:] == ["WARNING: the keys are bad"]
+    for view in (warned((), ()), warned(())):
+        warnings.report(view)
+    assert lines[2:] == ["no longer: the keys are bad", "no longer: the store is away"]
+    warnings.report(warned((store,)))
+    assert lines[4:] == ["WARNING: the store is away (10.0.0.9: refused)"]

@@ -8,7 +8,7 @@ from penstock.deployments.cli import main as cli
 from penstock.deployments.cli.status import status_text
 from penstock.deployments.security.roles import Role
 from penstock.workers.stats import EngineStats
-from tests.deployments.ingress.http.test_console import ClusterBackend, worker
+from tests.deployments.ingress.http.test_console import WARNINGS, ClusterBackend, worker
 from tests.deployments.security.keys import key_of
 from tests.deployments.serving import Serving
 
@@ -17,6 +17,7 @@ def test_nodes_workers_and_decisions_of_a_live_server(capsys, tmp_path):
     backend = ClusterBackend([5])
     stats = EngineStats(num_running=3, num_waiting=1, num_blocks=200, num_live_blocks=50)
     backend.alive = (worker(1, stats, node="b", is_draining=True), worker(2, stats, node="b"))
+    backend.warnings = WARNINGS
     with Serving(backend, data_dir=tmp_path) as servers:
         assert cli.main(["status", "--url", servers.base_url]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -29,6 +30,8 @@ def test_nodes_workers_and_decisions_of_a_live_server(capsys, tmp_path):
     assert any(line.startswith("  5 min ago: Worker up: 1 to 2") for line in lines)
     assert "2 replicas could not start: see Ray's logs" in lines
     assert "4 requests wait at the gate: penstock queue says why" in lines
+    assert "WARNING: the store is away" in lines
+    assert "WARNING: the keys are bad (ingress beefcafe)" in lines
 
 
 def test_a_killed_worker_is_listed_as_lost_beside_the_one_that_replaces_it(capsys, tmp_path):

@@ -55,6 +55,7 @@ def test_a_killed_server_is_noticed_at_once_and_found_again(server):
         assert took_s < SLACK_S, "the breaker is not open"
         assert "cannot be reached" in text
         assert not store.status().is_up
+        assert "cannot be reached" in (store.status().fault or "")
         server.start()
         found, after_s = await until(lambda: store.get("a", budget_s=0.25), within_s=10)
         assert (found.value, found.version) == (b"1", version)

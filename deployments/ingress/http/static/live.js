@@ -183,10 +183,23 @@ export class LivePanel {
     setText(this.total.title, num === 1 ? "1 worker" : `${num} workers together`);
     // One worker's own card would only say the same again.
     document.getElementById("workers-title").hidden = this.workers.hidden = num < 2;
+    this.#showWarnings(status.ingresses);
     this.#showNodes(status);
     this.#showScaling(status);
     showJobs(status);
     this.#showModels(status.models);
+  }
+
+  // What limits the ingresses now: each warning once, with those that have it where not all do.
+  #showWarnings(ingresses) {
+    const having = new Map();
+    for (const { id, warnings } of ingresses)
+      for (const text of warnings) having.set(text, [...(having.get(text) ?? []), id]);
+    const lines = [...having].map(([text, ids]) => [
+      text,
+      ids.length < ingresses.length ? "ingress " + ids.join(", ") : "",
+    ]);
+    showLines("warnings", lines);
   }
 
   // What runs on each node; a single node needs no list.

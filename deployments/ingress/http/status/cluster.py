@@ -65,6 +65,7 @@ class IngressStatus(BaseModel):
     num_workers: int  # with a connection to this ingress
     num_connections: int  # of HTTP clients, and gRPC calls that run
     num_waiting: int  # of its requests, at the gates
+    warnings: list[str]  # what limits it now
 
 
 class ScaleStatus(BaseModel):
@@ -167,6 +168,7 @@ def _ingress_status(info: IngressInfo) -> IngressStatus:
         num_workers=info.num_workers,
         num_connections=info.num_connections,
         num_waiting=info.num_waiting,
+        warnings=[each.text for each in info.warnings],
     )
 
 

@@ -25,6 +25,7 @@ from penstock.deployments.supervision.view import (
     ClusterView,
     IngressInfo,
     NodeInfo,
+    OperatorWarning,
     ScaleReport,
 )
 from penstock.workers.request import FinishReason
@@ -89,16 +90,20 @@ class CountingBackend(ScriptedBackend):
 class ClusterBackend(CountingBackend):
     """Workers in a cluster of two nodes that is being scaled."""
 
+    # The first is of both ingresses, all are of one.
+    warnings: tuple[OperatorWarning, ...] = ()
+
     def view(self):
         first = ScaleReport("Worker", 2, 1, 1, 8, "up", "1 to 2: work waits", time.time() - 300)
         second = ScaleReport("Worker", 3, 2, 1, 8, "up", "2 to 3: work waits", time.time() - 10)
         ingress = IngressInfo(
             "a-machine-beefcafe", 1, "10.0.0.9:8000", "10.0.0.9:8001", num_workers=2, node="b"
         )
-        ingress = replace(ingress, num_waiting=4)
+        other = replace(ingress, ingress_id="a-machine-0ddba115", node="c")
+        ingress = replace(ingress, num_waiting=4, warnings=self.warnings)
         return ClusterView(
             workers=self.alive,
-            ingresses=(ingress,),
+            ingresses=(ingress, replace(other, warnings=self.warnings[:1])),
             failures=("a worker could not start: no such file",),
             num_failures=2,
             nodes=(NodeInfo("head0000", 0, 0, is_head=True), NodeInfo("b", 8, 1)),
@@ -220,15 +225,26 @@ def test_status_tells_what_workers_announced(serving):
     assert "127.0.0.1" not in raw and 'token"' not in raw
 
 
+WARNINGS = (
+    OperatorWarning("the store is away", "10.0.0.9:6379 refuses"),
+    OperatorWarning("the keys are bad"),
+)
+
+
 def test_status_has_nodes_ingresses_and_scaling_and_no_address():
-    with Serving(ClusterBackend([5])) as servers:
+    backend = ClusterBackend([5])
+    backend.warnings = WARNINGS
+    with Serving(backend) as servers:
         raw = httpx.get(servers.base_url + STATUS).text
     status = Status.model_validate_json(raw)
     assert [(each.node, each.is_head) for each in status.nodes] == [
         ("head0000", True),
         ("b", False),
     ]
-    assert [(each.id, each.node) for each in status.ingresses] == [("beefcafe", "b")]
+    assert [(each.id, each.node, each.warnings) for each in status.ingresses] == [
+        ("beefcafe", "b", ["the store is away", "the keys are bad"]),
+        ("0ddba115", "c", ["the store is away"]),
+    ]
     (now,) = status.scaling
     assert (now.number, now.minimum, now.maximum, now.reason) == (3, 1, 8, "2 to 3: work waits")
     assert 9 <= now.age_s < 60
@@ -254,6 +270,15 @@ def test_the_panel_shows_nodes_and_what_the_autoscaler_decided(opened):
         assert lines[0] == "Worker: 2 ready, 3 wanted (1 to 8) 2 to 3: work waits"
         assert re.fullmatch(r"1\d s ago, Worker up to 3 2 to 3: work waits", lines[1])
         assert page.is_visible("#scaling-title")
+        assert not page.is_visible("#warnings-title")
+        backend.warnings = WARNINGS
+        page.wait_for_selector("#warnings li >> nth=1")
+        assert page.eval_on_selector_all("#warnings li", texts) == [
+            "the store is away",
+            "the keys are bad ingress beefcafe",
+        ]
+        backend.warnings = ()
+        page.wait_for_selector("#warnings-title", state="hidden")
         page.close()
 
 

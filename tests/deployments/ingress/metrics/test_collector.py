@@ -30,6 +30,9 @@ from penstock.deployments.ingress.dispatch.lost_requests import LostRequests
 from penstock.deployments.ingress.journal.journals import JournalCounts
 from penstock.deployments.ingress.metrics.collector import ModelSources, PenstockCollector
 from penstock.deployments.ingress.metrics.server import MetricsServer
+from penstock.deployments.security.api_keys import ApiKeys
+from penstock.deployments.security.watch import KeyFileWatch
+from penstock.deployments.state.store import StoreStatus
 from penstock.workers.execution.timing import PHASES
 from penstock.workers.request import Delta, FirstTokenTimes
 from penstock.workers.stats import DeferralStats, EngineStats, RankStats, WorkerInfo
@@ -331,6 +334,7 @@ def all_names():
     info = WorkerInfo("a:1", epoch=1, token="", pid=1, model="m", max_model_len=9)
     gate = GateClient("ingress", where=None)  # the address is never looked up
     workers = [(info, EngineStats())]
+
     collector = PenstockCollector(
         RequestMetrics("m", 9),
         lambda: workers,
@@ -340,6 +344,8 @@ def all_names():
         Connections(1),
         LoopWatch(lambda: None),
         certificates={},
+        store=lambda: StoreStatus("a kind", is_up=True),
+        keys=KeyFileWatch(ApiKeys(), "keys", lambda: None),
     )
     return {
         family.name + ("_total" if family.type == "counter" else "")
