@@ -36,6 +36,10 @@ def write_off_grid(file: Path, folder: Path, seed: int = 0) -> None:
     for layer in model.model.layers:
         _reorder_inside(layer, model.config, generator)
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Where transformers 4 looks for it, with which OpenVINO's exporter reads the model.
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     (folder / "tokenizer.json").write_text(Tokenizer.load(file).to_json(), encoding="utf-8")

@@ -1,6 +1,6 @@
 """One model in several systems: perplexity of each format beside its speed, on one machine.
 
-    python -m venv ov && ov/bin/pip install openvino openvino-genai optimum-intel nncf
+    python -m venv ov && ov/bin/pip install openvino openvino-genai 'optimum-intel>=2' nncf
     python -m venv lc && lc/bin/pip install llama-cpp-python      # compiles for ten minutes
     python -m benchmarks.peers --openvino ov/bin/python --llama-cpp lc/bin/python --json out.json
 
