@@ -108,7 +108,10 @@ class Setting:
         if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
             if self.optional:
                 return None
-            raise ConfigError(f"{self.name} needs a value")
+            kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+            what = f"one of {', '.join(self.choices)}" if self.choices else kind[self.kind]
+            what += f", {self.bounds}" if self.bounds else ""
+            raise ConfigError(f"{self.name} needs a value, and cannot be none: {what}")
         if self.is_list and isinstance(value, list | tuple):
             texts = tuple(dataclasses.replace(self, is_list=False).parse(each) for each in value)
             if not all(texts):
