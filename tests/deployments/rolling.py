@@ -54,9 +54,14 @@ def answers(
 
 
 def updated_under_load(
-    cluster: Cluster, before: ServeConfig, after: ServeConfig, max_tokens: int = 60
+    cluster: Cluster,
+    before: ServeConfig,
+    after: ServeConfig,
+    max_tokens: int = 60,
+    pause_s: float = PAUSE_S,
 ) -> list[Ended]:
-    """Deploy `after`, with requests until it is up: then no replica of `before` is left."""
+    """Deploy `after`, with requests until it is up: then no replica of `before` is left. `pause_s`:
+    of a client between two requests."""
     first = cluster.view()
     updated = Cluster(after)
     updated.deploy()
@@ -72,7 +77,7 @@ def updated_under_load(
                 while not waiting.done():
                     ended.append((number % NUM, *await answer(target, number % NUM, max_tokens)))
                     number += NUM_CLIENTS
-                    await asyncio.sleep(PAUSE_S)
+                    await asyncio.sleep(pause_s)
 
             await asyncio.gather(*(one_after_another(n) for n in range(NUM_CLIENTS)))
             return ended

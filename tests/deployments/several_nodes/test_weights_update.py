@@ -33,7 +33,7 @@ from tests.deployments.rolling import NUM, answers, updated_under_load
 from tests.workers.checkpoints import FAMILIES, random_model, reference_greedy
 from tests.workers.text.tokenizers_of import checkpoint
 
-NUM_TOKENS, LONG = 60, 600
+NUM_TOKENS, LONG = 60, 1500  # long: a second and more on a fast machine
 KILL_S = 200.0
 NAME = "the-model"
 
@@ -42,7 +42,7 @@ NAME = "the-model"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Of the checkpoints: other weights, the same configuration and the same tokenizer."""
     model_type, settings = FAMILIES["llama"]
-    shape = {**settings, "vocab_size": 2048, "max_position_embeddings": 1024}
+    shape = {**settings, "vocab_size": 2048, "max_position_embeddings": 2048}
     made = []
     for seed in (0, 1):
         folder = tmp_path_factory.mktemp("weights")
@@ -116,7 +116,8 @@ def test_each_answer_is_of_the_old_weights_or_of_the_new_and_none_fails(
 
 
 class Killer:
-    """Kills the last worker of some weights, once workers of others serve beside it.
+    """Kills the last worker of some weights, once workers of others serve beside it. One that
+    drains takes no streams of it over; it is listed for some seconds after its end.
 
     `victim`: what the registry said of that worker.
     """
@@ -138,11 +139,11 @@ class Killer:
         while self.victim is None and time.monotonic() < until_s:
             view = self._cluster.view()
             if len(digests(view)) > 1:
-                own = [(i, s) for i, s in view.workers if i.model_digest == self._digest]
-                busy = [info for info, stats in own if stats.num_running and not info.is_draining]
-                if len(own) == 1 and busy:
-                    self.victim = busy[0]
-                    os.kill(busy[0].pid, signal.SIGKILL)
+                of_these = [each for each in view.workers if each[0].model_digest == self._digest]
+                own = [(info, stats) for info, stats in of_these if not info.is_draining]
+                if len(own) == 1 and own[0][1].num_running:
+                    self.victim = own[0][0]
+                    os.kill(self.victim.pid, signal.SIGKILL)
             time.sleep(0.02)
 
 
@@ -154,7 +155,8 @@ def test_what_a_killed_worker_of_the_old_weights_began_is_not_continued_by_the_n
     deploy(of_second)
     old, new = long_answers(folders[1]), long_answers(folders[0])
     with Killer(cluster, model_digest(folders[1])) as killer:
-        ended = updated_under_load(cluster, of_second, of_first, LONG)
+        # Hardly a pause: a fast machine would have no stream for most of the time.
+        ended = updated_under_load(cluster, of_second, of_first, LONG, pause_s=0.1)
     assert killer.victim is not None
 
     failed: list[Any] = [each for each in ended if each[2] is not None]
