@@ -160,7 +160,7 @@ def test_an_expert_store_without_workers_ends_its_node_becomes_idle_and_it_comes
         pids.append(pid)
         assert list(folder.iterdir())
         eventually(lambda: is_idle(ray_nodes, node), 240, "the node becomes idle")
-        assert not list(folder.iterdir())
+        eventually(lambda: not list(folder.iterdir()), 20, "its files are removed")
     assert pids[0] != pids[1]
     ray_nodes.kill(node)
 
