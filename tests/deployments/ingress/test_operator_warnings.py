@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.deployments.config import config_from
+from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
 from penstock.deployments.ingress.metrics.families import of_keys, of_store
@@ -30,6 +31,10 @@ from tests.deployments.tls import certificates_of
 
 NO_KEYS = KeyFileWatch(ApiKeys(), None, lambda: None)
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+async def nowhere() -> GateAddress:
+    raise AssertionError("the client is never run, so it never connects")
 
 
 def sources(
@@ -88,7 +93,7 @@ def test_a_redis_that_is_killed_is_said_until_it_answers_again(tmp_path: Path) -
 
 def test_a_gate_that_is_not_there_is_said_with_its_model_where_there_are_several(run: Run) -> None:
     async def scenario() -> None:
-        gate = GateClient("x", where=None)  # type: ignore[arg-type]  # it never connects
+        gate = GateClient("x", where=nowhere)
         configs = [config_from({"served_model_name": name}) for name in ("a", "b")]
         first, second = (
             IngressModel(config, WorkerPool("test"), of)
