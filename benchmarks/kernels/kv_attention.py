@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels.kv_attention [--contexts 512,4096] [--heads 14,2] [--head-dim 64]
 
-Decode: one query a sequence, as many sequences as make the cache larger than the processor's own
-caches. Prefill: a chunk of 256 at the end of the context. Write: 512 tokens with RoPE, in one pass
-and in two. The best of interleaved rounds each.
+The cache is an arena of many layers, as the engine has it; queries are in bf16, but for KV in fp32.
+Decode: one query a sequence, in all layers in turn, whose KV is larger than the processor's caches.
+Prefill: a chunk of 256 at the end of the context, in one layer. Write: 1 and 512 tokens with RoPE,
+in one pass and in two. The best of interleaved rounds each.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch import Tensor
 from benchmarks.common import record
 from penstock.kernels import attention
 from penstock.kernels.rowwise import rope_
-from penstock.kernels.types import DecodeBatch, KvScales, PagedKv, PrefillBatch
+from penstock.kernels.types import DecodeBatch, PagedKv, PrefillBatch
+from penstock.workers.memory.arena import Arena, BlockLayout
 
-BLOCK_SIZE, CHUNK, ROUNDS, KEYS = 16, 256, 9, 131072
+BLOCK_SIZE, CHUNK, ROUNDS, KEYS = 16, 256, 9, 16384
 SCALE = 0.125
 FORMATS: dict[str, tuple[torch.dtype, int | None]] = {
     "fp32": (torch.float32, None),
@@ -42,28 +44,32 @@ class Case:
     """A cache full of random numbers in one format, and the queries for it."""
 
     q: Tensor
-    kv: PagedKv
+    layers: list[PagedKv]
     tables: Tensor
     lens: Tensor
 
 
-def build(kind: str, context: int, batch: int, heads: tuple[int, int], dim: int) -> Case:
+def build(
+    kind: str, num_layers: int, context: int, batch: int, heads: tuple[int, int], dim: int
+) -> Case:
     dtype, group = FORMATS[kind]
     num_heads, num_kv_heads = heads
     per_sequence = -(-context // BLOCK_SIZE)
-    shape = (batch * per_sequence, num_kv_heads, BLOCK_SIZE, dim)
-    model_dtype = torch.float32 if group else dtype
-    scales = None
-    if group:
-        cache = tuple(torch.randint(0, 120, shape, dtype=torch.uint8).view(dtype) for _ in "kv")
-        each = [torch.full((*shape[:3], dim // group), 0.01, dtype=torch.float16) for _ in "kv"]
-        scales = KvScales(each[0], each[1])
-    else:
-        cache = tuple(torch.randn(shape).to(dtype) for _ in "kv")
-    tables = torch.randperm(shape[0]).to(torch.int32).view(batch, per_sequence)
+    layout = BlockLayout(num_layers, num_kv_heads, BLOCK_SIZE, dim, dtype, group)
+    num_blocks = batch * per_sequence
+    layers = Arena(layout, num_blocks, torch.device("cpu")).kv_layers()
+    for kv in layers:
+        if kv.scales is None:
+            kv.k.normal_()
+            kv.v.normal_()
+            continue
+        for codes, scales in ((kv.k, kv.scales.k), (kv.v, kv.scales.v)):
+            codes.view(torch.uint8).random_(0, 120)
+            scales.fill_(0.01)
+    tables = torch.randperm(num_blocks).to(torch.int32).view(batch, per_sequence)
     lens = torch.full((batch,), context, dtype=torch.int32)
-    q = torch.randn(max(batch, CHUNK), num_heads, dim).to(model_dtype)
-    return Case(q, PagedKv(cache[0], cache[1], scales), tables, lens)
+    q = torch.randn(max(batch, CHUNK), num_heads, dim)
+    return Case(q if dtype == torch.float32 else q.bfloat16(), layers, tables, lens)
 
 
 def best(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -76,24 +82,22 @@ def best(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     return seconds
 
 
-def decode(case: Case) -> Tensor:
+def decode(case: Case) -> None:
     batch = len(case.lens)
-    return attention.decode_attention(
-        case.q[:batch],
-        case.kv,
-        DecodeBatch(case.tables, case.lens, int(case.lens[0])),
-        scale=SCALE,
-    )
+    each = DecodeBatch(case.tables, case.lens, int(case.lens[0]))
+    for kv in case.layers:
+        attention.decode_attention(case.q[:batch], kv, each, scale=SCALE)
 
 
-def prefill(case: Case) -> Tensor:
+def prefill(case: Case) -> None:
     starts = torch.tensor([0, CHUNK], dtype=torch.int32)
     chunk = PrefillBatch(case.tables[:1], starts, case.lens[:1], CHUNK)
-    return attention.prefill_attention(case.q[:CHUNK], case.kv, chunk, scale=SCALE)
+    attention.prefill_attention(case.q[:CHUNK], case.layers[0], chunk, scale=SCALE)
 
 
 def write(case: Case, num_tokens: int, one_pass: bool) -> Callable[[], object]:
-    num_kv_heads, dim = case.kv.k.shape[1], case.kv.k.shape[3]
+    kv = case.layers[0]
+    num_kv_heads, dim = kv.k.shape[1], kv.k.shape[3]
     num_heads = case.q.shape[1]
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim).to(case.q.dtype)
     q, k, v = qkv.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -102,10 +106,10 @@ def write(case: Case, num_tokens: int, one_pass: bool) -> Callable[[], object]:
 
     def once() -> None:
         if one_pass:
-            attention.rope_write_kv(q, k, v, cos, sin, case.kv, slots)
+            attention.rope_write_kv(q, k, v, cos, sin, kv, slots)
         else:
             rope_(q, k, cos, sin)
-            attention.write_kv(k, v, case.kv, slots)
+            attention.write_kv(k, v, kv, slots)
 
     return once
 
@@ -115,6 +119,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,4096,16384")
     parser.add_argument("--heads", default="14,2", help="query heads, kv heads")
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
@@ -122,13 +127,15 @@ def main() -> None:
     num_heads, num_kv_heads = map(int, args.heads.split(","))
     heads = num_heads, num_kv_heads
     formats = [k for k, (_, group) in FORMATS.items() if not group or args.head_dim % group == 0]
-    print(f"{torch.get_num_threads()} threads, {args.heads} heads of {args.head_dim}; ms, and x of")
-    print(f"{'':24}" + "".join(f"{kind:>18}" for kind in formats))
+    print(f"{args.threads} threads, {args.layers} layers, {args.heads} heads of {args.head_dim}")
+    print(f"{'ms, and x of fp32':24}" + "".join(f"{kind:>18}" for kind in formats))
     rows: list[dict[str, Any]] = []
     contexts = list(map(int, args.contexts.split(",")))
     for context in contexts:
         batch = max(1, KEYS // context)
-        cases = {kind: build(kind, context, batch, heads, args.head_dim) for kind in formats}
+        cases = {
+            kind: build(kind, args.layers, context, batch, heads, args.head_dim) for kind in formats
+        }
         runs: dict[str, Callable[[], object]]
         runs = {kind: partial(decode, case) for kind, case in cases.items()}
         rows.append(report(f"decode {batch} x {context}", runs))
@@ -140,8 +147,8 @@ def main() -> None:
             runs = {k: write(c, num_tokens, one_pass) for k, c in cases.items()}
             rows.append(report(f"rope, write {num_tokens}{', one pass' * one_pass}", runs))
     if args.json:
-        shape = {"query_heads": num_heads, "kv_heads": num_kv_heads, "head_dim": args.head_dim}
-        content = shape | {"block_size": BLOCK_SIZE, "rounds": ROUNDS, "rows": rows}
+        content = {"query_heads": num_heads, "kv_heads": num_kv_heads, "head_dim": args.head_dim}
+        content |= {"layers": args.layers, "block_size": BLOCK_SIZE, "rounds": ROUNDS, "rows": rows}
         record.write(args.json, __file__, content, threads=args.threads)
 
 

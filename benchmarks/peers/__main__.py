@@ -51,6 +51,8 @@ PENSTOCK: dict[str, dict[str, Any]] = {
     "int8, one scale a token": {"weights": "int8", "int8_group": None, **HEAD},
     "int4": {"weights": "int4", **HEAD},
     "int4, groups of 32": {"weights": "int4", "int4_group": 32, **HEAD},
+    "int8, KV in int8": {"weights": "int8", "kv": "int8", **HEAD},
+    "int4, KV in int8": {"weights": "int4", "kv": "int8", **HEAD},
     "int4, no wide layers": {"weights": "int4", "int4_wide_layers": False, **HEAD},
 }
 CALIBRATED = {  # what they are calibrated on, and the size of groups

@@ -30,6 +30,12 @@ SHAPES = [
     (INT8, 64, BF16, 16, 1, 128, 32),
     (INT8, 0, FP32, 3, 2, 80, 1),
     (INT8, 0, FP32, 9, 1, 20, 5),
+    # Codes in integers: bf16, groups of 16 and more.
+    (INT8, 32, BF16, 3, 3, 64, 16),
+    (INT8, 16, BF16, 5, 2, 48, 5),
+    (INT8, 32, BF16, 2, 2, 96, 128),
+    (INT8, 0, BF16, 1, 2, 20, 16),
+    (INT8, 0, BF16, 4, 2, 80, 1),
     (FP8, 8, FP32, 4, 1, 24, 4),
     (FP8, 32, BF16, 2, 2, 96, 128),
     (FP8, 64, FP32, 1, 2, 64, 16),
@@ -94,7 +100,7 @@ def test_the_dense_result(cpu_path, shape, window):
     assert_close(y, dense_attention(q, case, query_lens, SCALE, window))
 
 
-@pytest.mark.parametrize("shape", SHAPES[1::2], ids=shape_id)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_rolled_contexts_and_scratch(cpu_path, shape):
     kv, group, dtype, heads, num_kv_heads, head_dim, block_size = shape
     for query_lens in ([1, 1, 1, 1], [60, 3, 1, 40]):
@@ -113,7 +119,7 @@ def test_rolled_contexts_and_scratch(cpu_path, shape):
             assert isinstance(case, RolledPaged)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[7:9], ids=shape_id)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_rows_do_not_depend_on_batch_chunks_or_threads(native_path, shape):
     lens = [700, *torch.randint(1, 600, (10,)).tolist()]
     case, num_heads = build(shape, lens)
@@ -223,3 +229,25 @@ def test_a_cache_of_codes_needs_scales():
             case.decode(),
             scale=1.0,
         )
+
+
+@pytest.mark.parametrize(
+    "shape", [each for each in SHAPES if each[:3:2] == (INT8, BF16)], ids=shape_id
+)
+@pytest.mark.parametrize("peaks", [False, True], ids=["even", "peaks"])
+def test_rounding_queries_and_weights_costs_nothing(native_path, shape, peaks):
+    """bf16 queries over int8 codes, by integers (code_tiles.h): the error is that of bf16 results.
+
+    With `peaks` one weight of a row is near 1 and the others are thousands of times smaller.
+    """
+    lens = [64, 200, 333, 500]
+    case, num_heads = build(shape, lens)
+    q = torch.randn(len(lens), num_heads, case.k_cache.shape[3]).mul(8 if peaks else 1).to(BF16)
+    ones = [1] * len(lens)
+    exact = dense_attention(q.float(), case, ones, SCALE, None)
+    in_fp32 = decode(q.float(), case)
+    assert_close(in_fp32, exact)
+    rounded = (in_fp32.bfloat16().float() - exact).abs()
+    error = (decode(q, case).float() - exact).abs()
+    assert error.mean() <= 1.02 * rounded.mean()
+    assert error.max() <= 1.02 * rounded.max()

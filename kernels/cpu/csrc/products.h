@@ -23,27 +23,6 @@ INLINE int rows_per_tile(int64_t count, int most = MAX_ROWS) {
     return (int)((count + tiles - 1) / tiles);
 }
 
-// a * b + c, rounded once. Said outright: for a tile of one row GCC 12 would multiply several steps at
-// once and add them afterwards, unfused, and that row would differ in its last bits (AVX2).
-INLINE vf multiply_add(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
-INLINE vf multiply_add(float a, vf b, vf c) {
-#if defined(__AVX512F__)
-    return multiply_add((vf)_mm512_set1_ps(a), b, c);
-#elif defined(__AVX2__) && defined(__FMA__)
-    return multiply_add((vf)_mm256_set1_ps(a), b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 // acc[r][n] (+)= sum_k a[r][k] * b[k][n], one chain of additions per element, k ascending.
 template <int R, int N>
 INLINE void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,

@@ -149,21 +149,43 @@ INLINE vf vmin(vf a, vf b) { return select((vi)(a < b), a, b); }
 #endif
 INLINE vf splat(float x) { return x - (vf){}; }
 
+// a * b + c, rounded once. Said outright: for a tile of one row GCC 12 would multiply several steps at
+// once and add them afterwards, unfused, and that row would differ in its last bits (AVX2).
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+INLINE vf multiply_add(float a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return multiply_add((vf)_mm512_set1_ps(a), b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return multiply_add((vf)_mm256_set1_ps(a), b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // exp by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial (the Cephes coefficients),
-// within 2 ulp; exactly 0 below -87.3, which is what a masked score of -inf needs.
+// within 2 ulp; exactly 0 below -87.3, which is what a masked score of -inf needs. Every step is said
+// outright, so that it has the same bits wherever it is compiled.
 INLINE vf vexp(vf x) {
     const vi tiny = (vi)(x < -87.3f);
     x = vmin(splat(88.3f), vmax(splat(-87.3f), x));
-    const vf shifted = x * 1.44269504088896341f + 12582912.0f;
+    const vf shifted = multiply_add(1.44269504088896341f, x, splat(12582912.0f));
     const vi n = (vi)shifted - 0x4B400000;
     const vf steps = shifted - 12582912.0f;
-    const vf r = x - steps * 0.693359375f - steps * -2.12194440e-4f;
-    vf y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
+    const vf r = multiply_add(2.12194440e-4f, steps, multiply_add(-0.693359375f, steps, x));
+    vf y = multiply_add(1.9875691500e-4f, r, splat(1.3981999507e-3f));
+    y = multiply_add(y, r, splat(8.3334519073e-3f));
+    y = multiply_add(y, r, splat(4.1665795894e-2f));
+    y = multiply_add(y, r, splat(1.6666665459e-1f));
+    y = multiply_add(y, r, splat(5.0000001201e-1f));
+    y = multiply_add(y, r * r, r) + 1.0f;
     const vf scale = (vf)((n + 127) << 23);
     return (vf)((vi)(y * scale) & ~tiny);
 }
@@ -204,6 +226,20 @@ INLINE vf low(vf a, vf b) {
 template <int S>
 INLINE vf high(vf a, vf b) {
     return runs<S, S>(a, b, std::make_index_sequence<W>{});
+}
+
+// Lanes FIRST, FIRST + 2, ... of a, then those of b.
+template <int FIRST, size_t... I>
+INLINE vu every_other(vu a, vu b, std::index_sequence<I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (int)(2 * I + FIRST)...);
+#else
+    return __builtin_shuffle(a, b, vu{(uint32_t)(2 * I + FIRST)...});
+#endif
+}
+template <int FIRST>
+INLINE vu every_other(vu a, vu b) {
+    return every_other<FIRST>(a, b, std::make_index_sequence<W>{});
 }
 
 // The lanes of v, turned by S places.

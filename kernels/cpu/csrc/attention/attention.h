@@ -40,6 +40,8 @@ struct Cache {
     int64_t group;   // dimensions that share a scale
 
     int64_t groups() const { return dim / group; }
+    // log2 of `group`, or so much that a row is all one group.
+    int64_t group_shift() const { return groups() == 1 ? 62 : __builtin_ctzll(group); }
 };
 #define SIDE_FIELDS(side)                                                                     \
     FIELD(side.blocks) FIELD(side.stride) FIELD(side.scales) FIELD(side.scale_stride)         \
@@ -123,6 +125,19 @@ struct CodedRow {
     }
 };
 
+// Head dimensions that share a scale, at least, or sums of integers are too short to pay.
+constexpr int64_t LEAST_CODE_GROUP = 16;
+
+// A row of int8 codes for integer instructions (code_tiles.h): the scales of a tile lie by group.
+struct CodeRow {
+    using Element = int8;
+    const int8* codes;
+
+    INLINE void announce(int64_t d, int64_t count) const {
+        for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(codes + d + i, 0, 2);
+    }
+};
+
 // Keys of a tile that lie in one block, one after the other.
 struct Run {
     int64_t first, count;
@@ -132,11 +147,13 @@ struct Run {
 // K and V rows of the keys of one tile, found first and read later: entries [skip, count) of the tile.
 template <class Row>
 struct KeyRows {
-    Row keys[KEY_TILE], values[KEY_TILE];
+    Row keys[KEY_TILE + 8], values[KEY_TILE + 8];  // eight are written at a time
     int64_t skip, count;
     Run runs[KEY_TILE];
     int64_t num_runs;
-    float* scales;  // [2][KEY_TILE][groups], of K and of V; only for a CodedRow
+    // Of K and of V, only for codes: [2][KEY_TILE][groups]; of a CodeRow [2][groups][KEY_TILE], 0 outside
+    // [skip, count).
+    float* scales;
 
     // Of sequence b, kv head `head`: those of [begin, end) in the tile at `start`. The other entries repeat
     // one of these, so that they can be read with them.
@@ -148,8 +165,8 @@ struct KeyRows {
         skip = std::max<int64_t>(0, begin - start);
         count = std::min<int64_t>(KEY_TILE, end - start);
         num_runs = 0;
-        for (int64_t j = skip; j < count;) {
-            const int64_t page = (start + j) / c.block_size, offset = (start + j) % c.block_size;
+        int64_t page = (start + skip) / c.block_size, offset = start + skip - page * c.block_size;
+        for (int64_t j = skip; j < count; ++page, offset = 0) {
             const int64_t block = table[page < sink_blocks ? page : page - base];
             const int64_t run = std::min(c.block_size - offset, count - j);
             place(c, block, head * c.block_size + offset, j, run);
@@ -167,27 +184,50 @@ struct KeyRows {
     void prepare(const Cache& c) {
         if constexpr (is_coded) {
             const int64_t groups = c.groups();
+            float *k = scales, *v = scales + KEY_TILE * groups;
             for (const Run* run = runs; run < runs + num_runs; ++run) {
-                float *k = scales + run->first * groups, *v = k + KEY_TILE * groups;
-                widen_scales<typename Row::Element>(run->k_scales, k, run->count * groups);
-                widen_scales<typename Row::Element>(run->v_scales, v, run->count * groups);
+                widen(run->k_scales, k, run->first, run->count, groups);
+                widen(run->v_scales, v, run->first, run->count, groups);
             }
+            if (by_group && count - skip < KEY_TILE)
+                for (int64_t g = 0; g < 2 * groups; ++g) {
+                    std::fill_n(scales + g * KEY_TILE, skip, 0.0f);
+                    std::fill_n(scales + g * KEY_TILE + count, KEY_TILE - count, 0.0f);
+                }
         }
     }
+    const float* key_scales() const { return scales; }
+    const float* value_scales(const Cache& c) const { return scales + KEY_TILE * c.groups(); }
     // Scales that `count` tiles of this cache need.
     static int64_t room(const Cache& c, int64_t count) {
         return is_coded ? count * 2 * KEY_TILE * c.groups() + 1 : 0;
     }
 
    private:
+    // `count` rows of `dim` values from `first` on; up to seven more are overwritten later, or never read.
+    template <class C>
+    static INLINE void place_rows(const C* first, int64_t dim, int64_t count, Row* to) {
+        typedef int64_t v8l __attribute__((vector_size(64)));
+        static_assert(sizeof(Row) == sizeof(int64_t));
+        const int64_t step = dim * sizeof(C);
+        v8l at = (int64_t)first + (v8l){0, 1, 2, 3, 4, 5, 6, 7} * step;
+        for (int64_t i = 0; i < count; i += 8, at += 8 * step) std::memcpy(to + i, &at, sizeof at);
+    }
     static constexpr bool is_coded = sizeof(typename Row::Element) == 1;
+    static constexpr bool by_group = std::is_same_v<Row, CodeRow>;
+
+    static void widen(const uint16_t* from, float* to, int64_t first, int64_t count, int64_t groups) {
+        using C = typename Row::Element;
+        if constexpr (by_group) widen_by_group(from, to + first, count, groups, KEY_TILE);
+        else widen_scales<C>(from, to + first * groups, count * groups);
+    }
 
     void place(const Cache& c, int64_t block, int64_t at, int64_t j, int64_t count) {
         using C = typename Row::Element;
         const C *key = c.k.row<C>(block, c.num_blocks, at * c.dim),
                 *value = c.v.row<C>(block, c.num_blocks, at * c.dim);
         if constexpr (is_coded) {
-            const int64_t groups = c.groups(), shift = groups == 1 ? 62 : __builtin_ctzll(c.group);
+            const int64_t groups = c.groups(), shift = c.group_shift();
             const Run run = {j, count, c.k.row_scales(block, c.num_blocks, at * groups),
                              c.v.row_scales(block, c.num_blocks, at * groups)};
             runs[num_runs++] = run;
@@ -195,16 +235,18 @@ struct KeyRows {
                 __builtin_prefetch(run.k_scales + i, 0, 2);
                 __builtin_prefetch(run.v_scales + i, 0, 2);
             }
-            float *k = scales + j * groups, *v = k + KEY_TILE * groups;
-            for (int64_t i = 0; i < count; ++i) {
-                keys[j + i] = {key + i * c.dim, k + i * groups, shift};
-                values[j + i] = {value + i * c.dim, v + i * groups, shift};
+            if constexpr (!by_group) {
+                float *k = scales + j * groups, *v = k + KEY_TILE * groups;
+                for (int64_t i = 0; i < count; ++i) {
+                    keys[j + i] = {key + i * c.dim, k + i * groups, shift};
+                    values[j + i] = {value + i * c.dim, v + i * groups, shift};
+                }
+                return;
             }
-        } else {
-            for (int64_t i = 0; i < count; ++i) {
-                keys[j + i] = {key + i * c.dim};
-                values[j + i] = {value + i * c.dim};
-            }
+        }
+        if constexpr (!is_coded || by_group) {
+            place_rows(key, c.dim, count, keys + j);
+            place_rows(value, c.dim, count, values + j);
         }
     }
 };
@@ -218,10 +260,9 @@ INLINE void with_rows(const Cache& c, Body&& body) {
             if (c.groups() > 1 && c.group == W / 2) return body(CodedRow<C, W / 2>{});
         body(CodedRow<C, W>{});
     };
-    if (c.format == 0)
-        body(PlainRow<T>{});
-    else if (c.format == 1)
-        coded(int8{});
-    else
-        coded(fp8{});
+    if (c.format == 0) return body(PlainRow<T>{});
+    if (c.format == 2) return coded(fp8{});
+    if constexpr (sizeof(T) == 2)
+        if (c.groups() == 1 || c.group >= LEAST_CODE_GROUP) return body(CodeRow{});
+    coded(int8{});
 }

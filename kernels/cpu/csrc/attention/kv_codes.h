@@ -110,6 +110,30 @@ INLINE void widen_scales(const uint16_t* from, float* to, int64_t count) {
     for (; i < count; ++i) to[i] = half_to_float(from[i]) * UNIT<C>;
 }
 
+// The same, apart by group: scales [count][groups] -> to[group][...], `ld` floats from one group to the next.
+INLINE void widen_by_group(const uint16_t* from, float* to, int64_t count, int64_t groups, int64_t ld) {
+    if (groups == 1) return widen_scales<int8>(from, to, count);
+    int64_t i = 0;
+#if defined(__F16C__)
+    if (groups == 2 || groups == 4)
+        for (; i + W <= count; i += W)
+            for (int64_t pair = 0; pair < groups / 2; ++pair) {
+                vu words;  // two scales of W keys
+                std::memcpy(&words, from + i * groups + pair * 2 * W, sizeof words);
+                if (groups == 4) {
+                    vu others;
+                    std::memcpy(&others, from + i * 4 + (1 - pair) * 2 * W, sizeof others);
+                    words = pair ? every_other<1>(others, words) : every_other<0>(words, others);
+                }
+                const vh parts[2] = {narrowed(words & 0xffffu), narrowed(words >> 16)};
+                UNROLL for (int g = 0; g < 2; ++g)
+                    widen_scales<int8>((const uint16_t*)&parts[g], to + (2 * pair + g) * ld + i, W);
+            }
+#endif
+    for (; i < count; ++i)
+        for (int64_t g = 0; g < groups; ++g) to[g * ld + i] = half_to_float(from[i * groups + g]);
+}
+
 // Quantising goes by 8 lanes on every machine, since 8 is the smallest group.
 typedef float v8f __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));

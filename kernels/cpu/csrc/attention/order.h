@@ -9,8 +9,9 @@
 // 256 positions a piece ends; a row's pieces are merged in ascending order. The sinks of a rolled
 // context are a piece of their own, the first. A key that a row does not see weighs 0, which changes no
 // sum. So a row has the same bits as a decode row and in a chunk of any length, whatever the batch, the
-// blocks and the threads. What could be compiled in two ways is compiled once: functions that are not
-// inlined.
+// blocks and the threads. What could be compiled in two ways is compiled once (functions that are not
+// inlined), or says each fused multiply-add outright.
+// Queries in bf16 over int8 codes have scores and values by integers (code_tiles.h), and the rest as here.
 
 #pragma once
 
@@ -99,30 +100,60 @@ inline __attribute__((noinline)) void cap_scores(float* scores, int64_t width, f
         store(scores + j, vtanh(load(scores + j) / cap) * cap);
 }
 
-// One step of the online softmax on a row of scores before they are scaled. Entries outside [begin, end)
-// count as -inf. Returns the factor for what was accumulated before.
-inline __attribute__((noinline)) float soften(float* scores, int64_t width, int64_t begin, int64_t end,
-                                              float scale, float& top, float& total) {
-    for (int64_t j = 0; j < begin; ++j) scores[j] = HIDDEN;
-    for (int64_t j = end; j < width; ++j) scores[j] = HIDDEN;
-    vf best = splat(HIDDEN);
-    for (int64_t j = 0; j < width; j += W) best = vmax(load(scores + j), best);
-    const float before = top, now = std::max(before, max_lanes(best) * scale);
-    if (now == HIDDEN) {  // nothing seen so far
-        std::memset(scores, 0, width * sizeof(float));
-        return 1.0f;
+struct Range {  // of positions
+    int64_t begin, end;
+};
+
+// Rows of scores [R][KEY_TILE], `width` of each, which are hidden already: the same step, side by side, so
+// that none waits for the sums of another.
+template <int R>
+INLINE void soften_side_by_side(float* scores, int64_t width, float scale, float* top, float* total,
+                                float* keep) {
+    vf best[R], sums[R] = {}, shift[R];
+    UNROLL for (int r = 0; r < R; ++r) best[r] = splat(HIDDEN);
+    for (int64_t j = 0; j < width; j += W)
+        UNROLL for (int r = 0; r < R; ++r) best[r] = vmax(load(scores + r * KEY_TILE + j), best[r]);
+    UNROLL for (int r = 0; r < R; ++r) {
+        const float before = top[r], now = std::max(before, max_lanes(best[r]) * scale);
+        // With nothing seen so far, weights are exp(-inf); `keep` is of no account.
+        const float last = now == HIDDEN ? 0.0f : now;
+        keep[r] = vexp(splat(before - last))[0];  // exactly 1 of 0, without a jump that nothing foretells
+        shift[r] = splat(-last);
+        top[r] = now;
     }
-    const float keep = before == now ? 1.0f : std::exp(before - now);
-    const vf shift = splat(-now);
-    vf sums = {};
-    for (int64_t j = 0; j < width; j += W) {
-        const vf weight = vexp(multiply_add(scale, load(scores + j), shift));
-        store(scores + j, weight);
-        sums += weight;
+    for (int64_t j = 0; j < width; j += W)
+        UNROLL for (int r = 0; r < R; ++r) {
+            float* at = scores + r * KEY_TILE + j;
+            const vf weight = vexp(multiply_add(scale, load(at), shift[r]));
+            store(at, weight);
+            sums[r] += weight;
+        }
+    UNROLL for (int r = 0; r < R; ++r) total[r] = std::fma(total[r], keep[r], sum_lanes(sums[r]));
+}
+
+// One step of the online softmax on scores [rows][KEY_TILE] before they are scaled, of which `width` are
+// there. Each `group` rows see the positions in one of `seen`; the first entry is that of position `tile`,
+// and what is not seen counts as -inf. `keep`: the factors for what was accumulated before. `cap`: soft
+// cap of the scores, or 0.
+inline __attribute__((noinline)) void soften_rows(float* scores, int64_t rows, int64_t group,
+                                                  const Range* seen, int64_t tile, int64_t width,
+                                                  float scale, float cap, const Partial& piece,
+                                                  float* keep) {
+    float* at = scores;
+    for (int64_t r = 0; r < rows; ++r, at += KEY_TILE) {
+        const Range& sees = seen[r / group];
+        const int64_t begin = std::clamp<int64_t>(sees.begin - tile, 0, width);
+        const int64_t end = std::clamp<int64_t>(sees.end - tile, 0, width);
+        if (cap) cap_scores(at, width, cap);
+        for (int64_t j = 0; j < begin; ++j) at[j] = HIDDEN;
+        for (int64_t j = end; j < width; ++j) at[j] = HIDDEN;
     }
-    top = now;
-    total = total * keep + sum_lanes(sums);
-    return keep;
+    constexpr int64_t SIDE_BY_SIDE = 3;
+    for (int64_t r = 0; r < rows; r += SIDE_BY_SIDE)
+        with_constant<SIDE_BY_SIDE>((int)std::min(SIDE_BY_SIDE, rows - r), [&](auto count) {
+            soften_side_by_side<count.value>(scores + r * KEY_TILE, width, scale, piece.top + r,
+                                             piece.total + r, keep + r);
+        });
 }
 
 // Adds to the pieces of `rows` queries, merged so far, the next one.

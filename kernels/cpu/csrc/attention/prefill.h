@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention/order.h"
+#include "attention/code_tiles.h"
 
 // An item is some queries of a sequence and all query heads of a kv head: rows. It reads the keys before
 // its last query once, and transposes them, so more rows a time cost less a row. But what a thread keeps
@@ -12,25 +12,6 @@ constexpr int64_t LEAST_ROWS = 72;
 constexpr int64_t ITEM_FLOATS = 72 * 256;  // head dimensions of all rows, at most
 constexpr int64_t ITEMS_A_THREAD = 4;      // at least, where that leaves LEAST_ROWS
 constexpr int64_t KEYS_A_QUERY = 32;       // of the context, at least, where that leaves LEAST_ROWS
-
-struct Range {  // of absolute positions
-    int64_t begin, end;
-};
-
-template <class Row>
-struct Workspace {  // of one thread, all fp32
-    std::vector<float> queries, keys, values, scales, scores, keep, pieces;
-    std::vector<Range> seen;  // a query
-    Partial all, piece;       // the pieces merged so far, and the one at hand
-    KeyRows<Row> found;
-    Workspace(const Cache& c, int64_t rows, int64_t padded)
-        : queries(rows * padded), keys(padded * KEY_TILE), values(KEY_TILE * padded),
-          scales(KeyRows<Row>::room(c, 1)), scores(rows * KEY_TILE), keep(rows),
-          pieces(2 * Partial::size(rows, padded)), seen(rows), all(pieces.data(), rows, padded),
-          piece(pieces.data() + Partial::size(rows, padded), rows, padded) {
-        found.scales = scales.data();
-    }
-};
 
 // K of one tile transposed to [dim][KEY_TILE], V as [KEY_TILE][padded].
 template <class Row>
@@ -44,40 +25,79 @@ INLINE void load_tile(const KeyRows<Row>& tile, int64_t dim, int64_t padded, flo
                   tile.values[j].up_to(d, tile.values[j].place(d), dim - d));
 }
 
-// What the steps of a tile need to know of the cache: nothing of its number format, so that they are
-// compiled only once.
-struct TileView {
-    const float *queries, *keys, *values;
-    float *scores, *keep;
-    const Range* seen;
+// Compiled once, for rows of any format.
+inline __attribute__((noinline)) void add_tile(const float* scores, const float* values,
+                                               int64_t padded, int64_t rows, int64_t count,
+                                               const float* keep, float* out) {
+    multiply_tile(scores, KEY_TILE, values, padded, rows, count, padded, keep, out, padded);
+}
 
-    // Without the first `queries` of them.
-    TileView after(int64_t queries, int64_t group, int64_t padded) const {
-        const int64_t rows = queries * group;
-        return {this->queries + rows * padded, keys, values, scores + rows * KEY_TILE, keep + rows,
-                seen + queries};
+// The queries of an item, and the products of some of its rows with a tile.
+template <class Row>
+struct ItemWork {
+    std::vector<float> queries, keys, values;
+    const int64_t dim, padded;
+    ItemWork(const Cache& c, int64_t rows, int64_t padded)
+        : queries(rows * padded), keys(padded * KEY_TILE), values(KEY_TILE * padded), dim(c.dim),
+          padded(padded) {}
+
+    template <class T>
+    INLINE void take(int64_t row, const T* from) {
+        widen(from, &queries[row * padded], dim, padded);
+    }
+    void load(const KeyRows<Row>& tile) { load_tile(tile, dim, padded, keys.data(), values.data()); }
+    void score(const KeyRows<Row>&, int64_t first, int64_t rows, int64_t width, float* scores) {
+        score_tile(&queries[first * padded], padded, keys.data(), KEY_TILE, rows, dim, width, scores);
+    }
+    void add(const KeyRows<Row>& tile, const Cache&, const float* scores, int64_t rows,
+             const float* keep, float* out) {
+        add_tile(scores, values.data(), padded, rows, tile.count, keep, out);
     }
 };
 
-// `rows` queries over `count` keys, of which the first has position `tile`; query i of `group` rows
-// sees those in seen[i].
-inline __attribute__((noinline)) void attend_tile(const TileView& at, const Partial& piece,
-                                                  int64_t rows, int64_t group, int64_t tile,
-                                                  int64_t count, int64_t dim, int64_t padded,
-                                                  float scale, float cap) {
-    const int64_t width = (count + W - 1) / W * W;
-    score_tile(at.queries, padded, at.keys, KEY_TILE, rows, dim, width, at.scores);
-    for (int64_t r = 0; r < rows; ++r) {
-        const Range& seen = at.seen[r / group];
-        float* scores = at.scores + r * KEY_TILE;
-        if (cap) cap_scores(scores, width, cap);
-        at.keep[r] = soften(scores, width, std::clamp<int64_t>(seen.begin - tile, 0, width),
-                            std::clamp<int64_t>(seen.end - tile, 0, width), scale, piece.top[r],
-                            piece.total[r]);
+// The same of int8 codes, by integers.
+template <>
+struct ItemWork<CodeRow> {
+    CodedQueries queries;
+    CodeTile codes;
+    std::vector<float> wide;
+    const int64_t dim;
+    ItemWork(const Cache& c, int64_t rows, int64_t padded)
+        : queries(c, rows, padded), codes(c, rows, padded), wide(padded), dim(c.dim) {}
+
+    template <class T>
+    INLINE void take(int64_t row, const T* from) {
+        widen(from, wide.data(), dim, wide.size());
+        queries.take(row, wide.data());
     }
-    multiply_tile(at.scores, KEY_TILE, at.values, padded, rows, count, padded, at.keep, piece.out,
-                  padded);
-}
+    void load(const KeyRows<CodeRow>& tile) {
+        codes.load_keys(tile);
+        codes.load_values(tile);
+    }
+    void score(const KeyRows<CodeRow>& tile, int64_t first, int64_t rows, int64_t, float* scores) {
+        codes.score(queries, first, rows, tile, scores);
+    }
+    void add(const KeyRows<CodeRow>& tile, const Cache& cache, const float* scores, int64_t rows,
+             const float* keep, float* out) {
+        codes.add_values(scores, rows, tile, tile.value_scales(cache), keep, out);
+    }
+};
+
+template <class Row>
+struct Workspace {  // of one thread
+    ItemWork<Row> work;
+    std::vector<float> scales, scores, keep, pieces;
+    std::vector<Range> seen;  // a query
+    Partial all, piece;       // the pieces merged so far, and the one at hand
+    KeyRows<Row> found;
+    Workspace(const Cache& c, int64_t rows, int64_t padded)
+        : work(c, rows, padded), scales(KeyRows<Row>::room(c, 1)), scores(rows * KEY_TILE),
+          keep(rows), pieces(2 * Partial::size(rows, padded)), seen(rows),
+          all(pieces.data(), rows, padded),
+          piece(pieces.data() + Partial::size(rows, padded), rows, padded) {
+        found.scales = scales.data();
+    }
+};
 
 // Queries before the first and after the last that see a key of the tile at `tile` are left out.
 INLINE Range seeing(const Range* seen, int64_t queries, int64_t tile) {
@@ -92,32 +112,35 @@ INLINE Range seeing(const Range* seen, int64_t queries, int64_t tile) {
 template <class Row>
 void attend(const AttentionArgs& a, int64_t b, int64_t head, int64_t queries, int64_t begin,
             int64_t end, int64_t padded, bool is_first, Workspace<Row>& ws) {
-    const int64_t group = a.group(), dim = a.cache.dim, rows = queries * group;
-    const TileView view{ws.queries.data(), ws.keys.data(), ws.values.data(),
-                        ws.scores.data(), ws.keep.data(), ws.seen.data()};
+    const int64_t group = a.group();
     const Partial& piece = is_first ? ws.all : ws.piece;
-    piece.clear(rows, padded);
+    piece.clear(queries * group, padded);
     for (int64_t tile = begin / KEY_TILE * KEY_TILE; tile < end; tile += KEY_TILE) {
         const Range see = seeing(ws.seen.data(), queries, tile);
         if (see.begin == see.end) continue;
         ws.found.find(a, b, head, tile, begin, end);
         ws.found.prepare(a.cache);
-        load_tile(ws.found, dim, padded, ws.keys.data(), ws.values.data());
-        attend_tile(view.after(see.begin, group, padded), piece.after(see.begin * group, padded),
-                    (see.end - see.begin) * group, group, tile, ws.found.count, dim, padded,
-                    (float)a.scale, (float)(a.softcap / a.scale));
+        ws.work.load(ws.found);
+        const int64_t first = see.begin * group, rows = (see.end - see.begin) * group;
+        const int64_t width = (ws.found.count + W - 1) / W * W;
+        float *scores = &ws.scores[first * KEY_TILE], *keep = &ws.keep[first];
+        const Partial part = piece.after(first, padded);
+        ws.work.score(ws.found, first, rows, width, scores);
+        soften_rows(scores, rows, group, &ws.seen[see.begin], tile, width, (float)a.scale,
+                    (float)(a.softcap / a.scale), part, keep);
+        ws.work.add(ws.found, a.cache, scores, rows, keep, part.out);
     }
-    if (!is_first) merge(ws.all, ws.piece, rows, padded);
+    if (!is_first) merge(ws.all, ws.piece, queries * group, padded);
 }
 
-// All query heads of one kv head for `queries` rows of q [*, heads, dim], widened into `to`.
-template <class T>
+// All query heads of one kv head for `queries` rows of q [*, heads, dim].
+template <class T, class Row>
 INLINE void take_queries(const AttentionArgs& a, const void* q, int64_t stride, int64_t row,
-                         int64_t head, int64_t queries, int64_t padded, float* to) {
+                         int64_t head, int64_t queries, ItemWork<Row>& work) {
     const int64_t group = a.group(), dim = a.cache.dim;
     const T* from = (const T*)q + row * stride + head * group * dim;
     for (int64_t r = 0; r < queries * group; ++r)
-        widen(from + r / group * stride + r % group * dim, to + r * padded, dim, padded);
+        work.take(r, from + r / group * stride + r % group * dim);
 }
 
 // Queries [first, last) of sequence b, all query heads of one kv head: the sinks, then the window.
@@ -135,8 +158,7 @@ void prefill_item(const AttentionArgs& a, int64_t b, int64_t head, int64_t row0,
             end = std::max(end, ws.seen[i].end);
         }
         if (end > 0) {
-            take_queries<T>(a, a.q_sink, a.q_sink_stride, row, head, queries, padded,
-                            ws.queries.data());
+            take_queries<T>(a, a.q_sink, a.q_sink_stride, row, head, queries, ws.work);
             attend<Row>(a, b, head, queries, 0, end, padded, is_first, ws);
             is_first = false;
         }
@@ -149,7 +171,7 @@ void prefill_item(const AttentionArgs& a, int64_t b, int64_t head, int64_t row0,
         oldest = std::min(oldest, ws.seen[i].begin);
     }
     if (oldest < end)
-        take_queries<T>(a, a.q, a.q_stride, row, head, queries, padded, ws.queries.data());
+        take_queries<T>(a, a.q, a.q_stride, row, head, queries, ws.work);
     for (int64_t begin = oldest, next; begin < end; begin = next, is_first = false) {
         next = std::min(end, (begin / SPLIT + 1) * SPLIT);
         attend<Row>(a, b, head, queries, begin, next, padded, is_first, ws);

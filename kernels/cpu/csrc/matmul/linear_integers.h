@@ -23,19 +23,6 @@ struct Int8Codes {
     static constexpr int32_t LOW = 0x00FF00FF;
 };
 
-// acc + a.low * b.low + a.high * b.high, lane by lane of int16 halves.
-INLINE vi add_pairs(vi acc, vi a, vi b) {
-#if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-    return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#else
-    return acc + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
-
 // The rows of a block: [padded K / RUN][RUN / 2 pairs][rows of the tile], tile after tile.
 struct IntegersBlock {
     int64_t pairs, segments;  // of a row
