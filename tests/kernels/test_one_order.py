@@ -77,6 +77,13 @@ def decode_rows(
 # Every shape with two formats, and one shape with all.
 CASES = [(shape, FORMATS[(i + j) % 6]) for i, shape in enumerate(SHAPES) for j in (0, 3)]
 CASES += [(SHAPES[2], format) for format in FORMATS if (SHAPES[2], format) not in CASES]
+# Every shape with codes by integers (code_tiles.h), in groups of each size.
+INTEGERS = [(shape, (BF16, INT8, g)) for shape in SHAPES for g in (0, 16, 32, 64)]
+CASES += [
+    (shape, format)
+    for shape, format in INTEGERS
+    if shape[2] % (format[2] or 1) == 0 and (shape, format) not in CASES
+]
 
 
 @pytest.mark.parametrize(("shape", "format"), CASES, ids=str)
@@ -100,13 +107,13 @@ def test_a_decode_row_has_the_bits_of_a_prompts_row(native_path, shape, format):
     assert torch.equal(decode_rows(q, case, POSITIONS, window), alone)
 
 
-@pytest.mark.parametrize("kv", [None, INT8], ids=str)
+@pytest.mark.parametrize(("dtype", "kv"), [(FP32, None), (FP32, INT8), (BF16, INT8)], ids=str)
 @pytest.mark.parametrize("window", [None, 40, 1000])
-def test_a_long_context_whose_queries_are_taken_many_at_a_time(native_path, kv, window):
+def test_a_long_context_whose_queries_are_taken_many_at_a_time(native_path, dtype, kv, window):
     """The longer the context, the more queries read its keys together (`cut_into_items`)."""
     length, positions = 3300, [0, 63, 64, 255, 1000, 3070, 3071, 3072, 3298, 3299]
-    case = paged([length], num_kv_heads=1, head_dim=64, kv=kv, group=32 if kv else 0)
-    q = torch.randn(length, 3, 64)
+    case = paged([length], num_kv_heads=1, head_dim=64, dtype=dtype, kv=kv, group=32 if kv else 0)
+    q = torch.randn(length, 3, 64).to(dtype)
     together = attention.prefill_attention(
         q, case.kv, case.prefill([length]), scale=SCALE, window=window
     )
@@ -117,15 +124,18 @@ def test_a_long_context_whose_queries_are_taken_many_at_a_time(native_path, kv, 
     assert torch.equal(chunk(q, case, 2900, 3300, window), together[2900:3300])
 
 
-@pytest.mark.parametrize("kv", [None, INT8, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kv"), [(FP32, None), (FP32, INT8), (BF16, INT8), (FP32, FP8)], ids=str
+)
 @pytest.mark.parametrize("num_scratch", [0, 2])
 @pytest.mark.parametrize("window", [None, 70])
-def test_rows_of_a_rolled_context(native_path, kv, num_scratch, window):
+def test_rows_of_a_rolled_context(native_path, dtype, kv, num_scratch, window):
     """Sinks and a window, with blocks freed between them, and the newest blocks in scratch."""
     for sinks, visible, roll, num_queries in ((4, 100, 16, 60), (16, 300, 128, 90), (1, 33, 1, 40)):
         case = rolled_paged([500], [num_queries], [Roll(sinks, visible, roll)], num_heads=6,
-                            kv=kv, group=32 if kv else 0, num_scratch=num_scratch)  # fmt: skip
-        q = torch.randn(case.rolling.q_sink.shape)
+                            dtype=dtype, kv=kv, group=32 if kv else 0,
+                            num_scratch=num_scratch)  # fmt: skip
+        q = torch.randn(case.rolling.q_sink.shape).to(dtype)
         together = attention.prefill_attention(
             q, case.kv, case.prefill([num_queries]), scale=SCALE, window=window,
             rolling=case.rolling,
