@@ -205,6 +205,14 @@ TABLES: dict[str, Table] = {
     "gguf-types": Table(["gguf-quality/epyc-smollm2-types"], gguf.types),
     "gguf-speed": Table(["gguf-speed/epyc-smollm2"], gguf.speed),
     "kv-formats": Table(["kv-formats/xeon-avx512"], memory.kv_formats),
+    "kv-attention-64": Table(
+        ["kv-attention/epyc-zen5-64", "kv-attention/epyc-zen5-64-before"],
+        memory.kv_attention_change,
+    ),
+    "kv-attention-128": Table(
+        ["kv-attention/epyc-zen5-128", "kv-attention/epyc-zen5-128-before"],
+        memory.kv_attention_change,
+    ),
     "kv-attention": Table(["kv-attention/xeon-avx512"], memory.kv_attention),
     "pressure": Table(["pressure/x86-64"], memory.pressure),
     "memory-where": Table(["memory-where/epyc-zen4"], where.memory_where),

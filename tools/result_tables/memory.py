@@ -111,6 +111,16 @@ def kv_attention(result: Result) -> str:
     return markdown(("milliseconds", *formats), rows)
 
 
+def kv_attention_change(after: Result, before: Result) -> str:
+    """Milliseconds after a change, and before it in brackets."""
+    formats = list(after.figures["rows"][0]["ms"])
+    rows = []
+    for new, old in zip(after.figures["rows"], before.figures["rows"], strict=True):
+        cells = (f"{new['ms'][name]:.3g} ({old['ms'][name]:.3g})" for name in formats)
+        rows.append((new["work"], *cells))
+    return markdown(("milliseconds (before)", *formats), rows)
+
+
 def pressure(result: Result) -> str:
     """Policies for a KV pool that is too small: CPU speed against eager commit."""
     head = (
