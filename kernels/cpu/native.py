@@ -29,7 +29,7 @@ from penstock.kernels.cpu import arguments
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "csrc"
-SOURCES = ("operators.cpp", "operators_linear.cpp")  # compiled in parallel, in about equal time
+SOURCES = ("operators_attention.cpp", "operators_linear.cpp", "operators.cpp")  # in parallel
 # Not -ffast-math: it would let the compiler assume that no value is infinite, reorder sums
 # differently from row to row, and (linked by g++ < 13) flush denormals in the whole process.
 FLAGS = [

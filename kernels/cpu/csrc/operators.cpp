@@ -1,6 +1,6 @@
 // The CPU operators with a plain C interface: one pointer to a packed struct of 8-byte fields each.
 // No Python or torch: pointers, strides and counts. Built and loaded by native.py. The linears are in
-// operators_linear.cpp, so that the two compile in parallel.
+// operators_linear.cpp and attention in operators_attention.cpp, so that the three compile in parallel.
 //
 // Three rules hold in all of it:
 // - Memory that a mask excludes is never read: unused table entries, unwritten tails of blocks.
@@ -10,21 +10,15 @@
 // - Storage is fp32 or bf16 (dtype 0 or 1); arithmetic is fp32. Strides are in elements. A KV cache
 //   may be of codes and fp16 scales (attention/kv_codes.h).
 
-#include "attention/decode.h"
 #include "delta.h"
 #include "matmul/expert_rows.h"
 #include "export.h"
 #include "gather.h"
 #include "neurons.h"
-#include "attention/prefill.h"
 #include "rowwise.h"
 #include "sampling.h"
 #include "text_match.h"
-#include "attention/kv_write.h"
 
-OPERATOR(write_kv, WriteArgs)
-OPERATOR(decode, AttentionArgs)
-OPERATOR(prefill, AttentionArgs)
 OPERATOR(rms_norm, RmsNormArgs)
 OPERATOR(rope, RopeArgs)
 OPERATOR(rope_to, RopeToArgs)
@@ -38,12 +32,6 @@ OPERATOR(gate_mul, GateMulArgs)
 OPERATOR(unpack_neurons, UnpackArgs)
 OPERATOR(neuron_mlp, NeuronArgs)
 
-EXPORTED(rope_write_kv, RopeWriteArgs) {
-    if (args->write.dtype == 0)
-        rope_write_kv<float>(*args);
-    else
-        rope_write_kv<bf16>(*args);
-}
 EXPORTED(sample, SampleArgs) { sample(*args); }
 EXPORTED(soft_cap, SoftCapArgs) { soft_cap(*args); }
 EXPORTED(gather, GatherArgs) { gather(*args); }

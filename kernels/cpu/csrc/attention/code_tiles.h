@@ -42,7 +42,7 @@ class CodeTile {
             done = rows_per_tile(rows, ROWS_AT_ONCE);
             if (!ahead) ahead = tile.keys;
             with_constant<ROWS_AT_ONCE>((int)done, [&](auto count) {
-                each_size<W>(q.part / 4, [&](auto quads) {
+                with_size<LEAST_CODE_GROUP / 4, W>(q.part / 4, [&](auto quads) {
                     score_as_read<count.value, quads.value>(q, first, tile, ahead, done < rows, scores);
                 });
             });
@@ -62,7 +62,7 @@ class CodeTile {
             done = rows_per_tile(rows, ROWS_AS_READ);
             if (!ahead) ahead = tile.values;
             with_constant<ROWS_AS_READ>((int)done, [&](auto count) {
-                each_size<4>(std::min(group, CHUNK) / W, [&](auto vectors) {
+                with_size<LEAST_CODE_GROUP / W, 4>(std::min(group, CHUNK) / W, [&](auto vectors) {
                     add_as_read<count.value, vectors.value>(tile, ahead, done < rows, keep, out);
                 });
             });
@@ -153,11 +153,11 @@ class CodeTile {
         if constexpr (N > 1)
             if (begin < end) each_vector<N / 2>(begin, end, body);
     }
-    // Call body(std::integral_constant<int, n>) for n = `size`, a power of 2 of at most MAX.
-    template <int MAX, class Body>
-    static INLINE void each_size(int64_t size, Body&& body) {
-        if constexpr (MAX > 1)
-            if (size < MAX) return each_size<MAX / 2>(size, body);
+    // Call body(std::integral_constant<int, n>) for n = `size`, a power of 2 from MIN to MAX.
+    template <int MIN, int MAX, class Body>
+    static INLINE void with_size(int64_t size, Body&& body) {
+        if constexpr (MAX > MIN)
+            if (size < MAX) return with_size<MIN, MAX / 2>(size, body);
         body(std::integral_constant<int, MAX>{});
     }
 
