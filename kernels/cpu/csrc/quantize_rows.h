@@ -12,8 +12,15 @@ constexpr float MIN_SCALE = 1e-7f;    // a row of zeros divides by it
 
 // The larger magnitude of each lane, as bits: an order in which infinity and NaN come last.
 INLINE vi max_bits(vi top, vf v) {
-    const vi bits = (vi)v & 0x7fffffff, more = (vi)(bits > top);
+    const vi bits = (vi)v & 0x7fffffff;
+#if defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)bits, (__m512i)top);
+#elif defined(__AVX2__)
+    return (vi)_mm256_max_epi32((__m256i)bits, (__m256i)top);
+#else
+    const vi more = (vi)(bits > top);
     return (bits & more) | (top & ~more);
+#endif
 }
 
 // The scale that brings the largest magnitude to `limit`; NaN if one of them is not finite.

@@ -72,7 +72,7 @@ class CodeTile {
         if (done < rows) add_rows(done, rows, tile, keep, out);
     }
 
-    // The same, of a tile that was loaded before.
+    // A tile's codes to memory, in order of use; then what follows has the results of the two above.
     __attribute__((noinline)) void load_keys(const KeyRows<CodeRow>& tile) {
         for (int64_t j = tile.skip / W * W; j < tile.count; j += W)
             for (int64_t d = 0; d < dim; d += CHUNK) {
@@ -292,12 +292,12 @@ class CodeTile {
                 const float *w = weights + row * KEY_TILE, *s = scales + g * KEY_TILE;
                 vi largest = {};
                 for (int64_t n = first; n < last; ++n)
-                    largest = larger(size_bits(load(w + n * W) * load(s + n * W)), largest);
+                    largest = max_bits(largest, load(w + n * W) * load(s + n * W));
                 sizes[row * groups + g] = largest_size(largest);
             }
         for (int64_t i = 0; i < rows * groups; i += W) {
             const vf size = load(sizes + i);
-            store(scaled + i, scale_of(size, WEIGHT_TOP));
+            store(scaled + i, unit_of(size, WEIGHT_TOP));
             store(sizes + i, factor_to(size, WEIGHT_TOP));
         }
         for (int64_t row = 0; row < rows; ++row)

@@ -23,10 +23,10 @@ struct CodedQueries {
     __attribute__((noinline)) void take(int64_t row, const float* x) {
         const int64_t padded = 4 * quads;
         vi largest = {};
-        for (int64_t d = 0; d < padded; d += W) largest = larger(size_bits(load(x + d)), largest);
+        for (int64_t d = 0; d < padded; d += W) largest = max_bits(largest, load(x + d));
         const vf size = splat(largest_size(largest));
         const float factor = factor_to(size, QUERY_TOP)[0];
-        scales[row] = scale_of(size, QUERY_TOP)[0];
+        scales[row] = unit_of(size, QUERY_TOP)[0];
         int32_t *to = &numbers[row * 2 * quads], *more = &extra[row * padded / 8];
         std::fill_n(more, padded / 8, 0);
         if (factor == 0) return (void)std::fill_n(to, 2 * quads, 0);

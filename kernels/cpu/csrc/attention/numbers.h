@@ -8,6 +8,7 @@
 
 #include "attention/order.h"
 #include "byte_products.h"
+#include "quantize_rows.h"
 
 constexpr bool BY_PAIRS = ADDS_IN_INT16;  // of 16-bit numbers; or by bytes
 constexpr int OPENED = BY_PAIRS ? 2 : 1;  // vectors that a vector of codes takes
@@ -97,17 +98,7 @@ INLINE void store_numbers(vi numbers, int32_t* row, int64_t quads, int64_t at) {
     }
 }
 
-// |x| as bits, by which NaN is larger than infinity.
-INLINE vi size_bits(vf x) { return (vi)x & 0x7fffffff; }
-INLINE vi larger(vi a, vi b) {
-#if defined(__AVX512F__)
-    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-    return (vi)select((vi)(a > b), (vf)a, (vf)b);
-#endif
-}
+// The largest lane of `max_bits`, as a number.
 template <int S = W / 2>
 INLINE float largest_size(vi bits) {
     if constexpr (S == 0) {
@@ -116,12 +107,12 @@ INLINE float largest_size(vi bits) {
         std::memcpy(&size, &most, sizeof size);
         return size;
     } else {
-        const vf turned_bits = turned<S>((vf)bits, std::make_index_sequence<W>{});
-        return largest_size<S / 2>(larger(bits, (vi)turned_bits));
+        const vf others = turned<S>((vf)bits, std::make_index_sequence<W>{});
+        return largest_size<S / 2>(max_bits(bits, others));
     }
 }
 INLINE vi rounded(vf x, float factor) {  // x * factor, to nearest, half to even
-    return (vi)multiply_add(factor, x, splat(12582912.0f)) - 0x4B400000;
+    return (vi)multiply_add(factor, x, splat(ROUND)) - 0x4B400000;
 }
 // The factor that makes `top` of `size`; 0 makes zeros of all that is not finite or hardly anything.
 INLINE vf factor_to(vf size, float top) {
@@ -129,7 +120,7 @@ INLINE vf factor_to(vf size, float top) {
     return (vf)((vi)(top / size) & usable);
 }
 // What undoes it; NaN of what held NaN or an infinity.
-INLINE vf scale_of(vf size, float top) { return (size + (size - size)) * (1 / top); }
+INLINE vf unit_of(vf size, float top) { return (size + (size - size)) * (1 / top); }
 
 // Sums of products of one row and one vector, and how they are added to.
 struct Sums {
