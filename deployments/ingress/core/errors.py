@@ -171,7 +171,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         422, "INVALID_ARGUMENT", _BAD, "this Idempotency-Key was sent with another request"
     ),
     "state_unavailable": CatalogueEntry(
-        503, "UNAVAILABLE", _SERVER, "the state store does not answer; try again shortly"
+        503, "UNAVAILABLE", _SERVER, "the state store does not work now; try again shortly"
     ),
     "deadline_exceeded": CatalogueEntry(
         504,

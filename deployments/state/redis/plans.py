@@ -30,6 +30,10 @@ Command = tuple[Any, ...]
 Plan = Generator[list[Command], list[Any], T]
 
 
+class Refused(StateDown):
+    """The server answers, and refuses a command: its ACL forbids it, say."""
+
+
 class Stale(StateDown):
     """This connection cannot be used any more: another server, or missing functions."""
 
@@ -75,7 +79,7 @@ def failure(error: RedisError) -> StateError:
         return Stale("this Redis is a read-only replica; state_url must name the primary")
     if "Function not found" in text:
         return Stale("the functions of the store have vanished from Redis")
-    return StateDown(f"Redis refuses a command: {text[:200]}")
+    return Refused(f"Redis refuses a command: {text[:200]}")
 
 
 def expected(expect: Expect | int) -> str:

@@ -16,6 +16,7 @@ from penstock.deployments.state.redis import plans, transactions
 from penstock.deployments.state.redis.dial import CONNECT_S, check_files, dial
 from penstock.deployments.state.redis.link import ANSWER_S, Link
 from penstock.deployments.state.redis.plans import Keys, Plan
+from penstock.deployments.state.redis.refusals import Refusals
 from penstock.deployments.state.redis.survey import Survey
 from penstock.deployments.state.store import (
     ANY,
@@ -42,6 +43,7 @@ class RedisStore:
         self._address = address
         self._keys = Keys(address.prefix)
         self._survey = Survey()
+        self._refusals = Refusals()
         self._dial = partial(dial, address)
         self._calls = Link(self._dial, on_connect=self._survey.ask)
         self._alone: Link | None = None
@@ -60,7 +62,8 @@ class RedisStore:
 
     async def get(self, name: str, *, budget_s: float) -> Versioned | None:
         arguments.check_name(name)
-        return await self._calls.run(plans.get(self._keys, name), budget_s)
+        with self._refusals.noted("get"):
+            return await self._calls.run(plans.get(self._keys, name), budget_s)
 
     async def put(
         self,
@@ -74,7 +77,8 @@ class RedisStore:
         arguments.check_put(name, value, ttl_s, expect)
         make = plans.put if self._survey.has_functions else transactions.put
         plan = make(self._keys, name, value, ttl_s, expect)
-        return await self._writer().run(plan, budget_s, len(value))
+        with self._refusals.noted("put"):
+            return await self._writer().run(plan, budget_s, len(value))
 
     async def append(
         self,
@@ -90,12 +94,19 @@ class RedisStore:
         size = arguments.check_append(name, first, records, fence, ttl_s, keep)
         make = plans.append if self._survey.has_functions else transactions.append
         plan = make(self._keys, name, first, records, fence, ttl_s, keep)
-        return await self._writer().run(plan, budget_s, size)
+        with self._refusals.noted("append"):
+            return await self._writer().run(plan, budget_s, size)
 
     async def read(
         self, name: str, start: int = 0, *, limit: int = 1000, wait_s: float = 0.0, budget_s: float
     ) -> Slice:
         arguments.check_read(name, start, limit, wait_s)
+        with self._refusals.noted("read"):
+            return await self._read(name, start, limit, wait_s, budget_s)
+
+    async def _read(
+        self, name: str, start: int, limit: int, wait_s: float, budget_s: float
+    ) -> Slice:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while True:
@@ -122,7 +133,8 @@ class RedisStore:
     async def take(self, buckets: Sequence[Bucket], *, budget_s: float) -> Taken:
         arguments.check_buckets(buckets)
         make = plans.take if self._survey.has_functions else transactions.take
-        return await self._writer().run(make(self._keys, buckets), budget_s)
+        with self._refusals.noted("take"):
+            return await self._writer().run(make(self._keys, buckets), budget_s)
 
     async def delete(self, name: str, *, expect: Expect | int = ANY, budget_s: float) -> None:
         arguments.check_name(name)
@@ -130,11 +142,13 @@ class RedisStore:
         is_one_step = expect is ANY or self._survey.has_functions
         make = plans.delete if is_one_step else transactions.delete
         link = self._calls if is_one_step else self._writer()
-        await link.run(make(self._keys, name, expect), budget_s)
+        with self._refusals.noted("delete"):
+            await link.run(make(self._keys, name, expect), budget_s)
 
     def status(self) -> StoreStatus:
         kind = f"Redis {self._survey.version} at {self._address}"
-        return StoreStatus(kind, self._calls.is_up, self._survey.notes, self._calls.fault)
+        fault = self._calls.fault or self._refusals.fault
+        return StoreStatus(kind, self._calls.is_up, self._survey.notes, fault)
 
     async def close(self) -> None:
         self._is_closed = True

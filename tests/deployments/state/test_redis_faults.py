@@ -17,6 +17,7 @@ from tests.deployments.state.servers import (
     BUDGET,
     RedisServer,
     append_until,
+    as_user,
     redis_backend,
     until,
 )
@@ -174,10 +175,14 @@ def test_a_full_server_refuses_writes_and_serves_reads_and_deletes(server):
         ):
             with pytest.raises(StateFull):
                 await call
+        assert "no memory left" in (store.status().fault or "")
+        assert store.status().is_up
         assert (await store.get("a", **BUDGET)).value == b"kept"
         assert (await store.read("s", **BUDGET)).records == (b"r",)
         await store.delete("large", expect=large, **BUDGET)
+        assert store.status().fault is not None, "nothing was written since"
         await until(lambda: store.put("b", b"x", **BUDGET), within_s=10)
+        assert store.status().fault is None
         assert await store.append("s", 1, [b"x"], **BUDGET) == 2
 
     redis_backend(server).run(scenario)
@@ -305,8 +310,30 @@ def test_a_key_of_others_is_out_of_reach(server, tmp_path):
         for call in (store.get("a", **BUDGET), store.put("a", b"", **BUDGET)):
             assert "permissions" in (await timed(call))[1]
         assert store.status().is_up
+        assert "permissions" in (store.status().fault or "")
 
     backend.run(scenario)
+
+
+def test_a_verb_that_is_forbidden_is_a_fault_until_it_succeeds(tmp_path, server, caplog):
+    backend = as_user(server, "penstock-plain", tmp_path)
+
+    async def scenario(store):
+        await store.append("s", 0, [b"r"], **BUDGET)
+        server.ask("ACL", "SETUSER", "penstock-plain", "-xrange")
+        for _ in range(2):
+            assert "xrange" in (await timed(store.read("s", **BUDGET)))[1]
+        await store.put("a", b"x", **BUDGET)
+        assert "xrange" in (store.status().fault or ""), "another verb's success says nothing"
+        server.ask("ACL", "SETUSER", "penstock-plain", "+xrange")
+        assert (await store.read("s", **BUDGET)).records == (b"r",)
+        assert store.status().fault is None
+
+    with caplog.at_level(logging.INFO, "penstock.state"):
+        backend.run(scenario)
+    told = [each.message for each in caplog.records]
+    assert sum("xrange" in each for each in told) == 1
+    assert told[-1] == "Redis takes all calls again"
 
 
 @pytest.mark.parametrize(
