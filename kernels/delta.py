@@ -85,3 +85,14 @@ def gate_mul_(x: Tensor, gate: Tensor) -> Tensor:
     """`x` [T, D] times the sigmoid of `gate` [T, D], in place; any stride over T."""
     assert x.shape == gate.shape and x.dtype == gate.dtype and x.stride(1) == gate.stride(1) == 1
     return _backend(x).gate_mul_(x, gate)
+
+
+def sigmoid(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sigmoid of `x` [T, D], in `out` if given; any stride over T.
+
+    For what must not depend on T: PyTorch computes whole vectors of all T * D elements and the
+    rest one by one, and the two round differently.
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return gate_mul_(out.fill_(1.0), x)

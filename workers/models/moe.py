@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.kernels.delta import sigmoid
 from penstock.kernels.matmul import linear
 from penstock.kernels.moe.mlp import Complete, Expert, gated_mlp, moe_mlp, pack_experts
 from penstock.kernels.quant import Int8Rows
@@ -69,7 +70,7 @@ class MoeMlp:
         routing = self._routing(ids, x, scores, ws)
         self._run_experts(x, routing, weights, grouped, ws)
         if self.has_gate:
-            x.addcmul_(scores[:, self.num_experts :].sigmoid(), ws.shared)
+            x.addcmul_(sigmoid(scores[:, self.num_experts :]), ws.shared)
         elif self.shared is not None:
             x.add_(ws.shared)
         return x
@@ -111,7 +112,7 @@ class MoeMlp:
                 return workspace.residual
             if not self.has_gate:
                 return workspace.residual + workspace.shared
-            gate = scores[:, self.num_experts :].sigmoid()
+            gate = sigmoid(scores[:, self.num_experts :])
             return torch.addcmul(workspace.residual, gate, workspace.shared)
 
         return self.experts.route(ids, x, state)
@@ -124,7 +125,7 @@ class MoeMlp:
         if self.rule.scoring == "softmax":
             probabilities = torch.softmax(scores, -1, dtype=torch.float32, out=out)
         else:
-            probabilities = torch.sigmoid(scores.float(), out=out)
+            probabilities = sigmoid(scores.float(), out)
         if self.chooses_by_weight:
             weights, ids = probabilities.topk(self.top_k, dim=-1)
         else:

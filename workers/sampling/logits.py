@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.workers.request import SamplingParams, TokenLogprob
+from penstock.workers.request import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from penstock.workers.sampling.device_copy import to_device, to_host
 
 FIRST_PLACES = 64  # of an answer's tokens; then twice as many, and so on
@@ -197,8 +197,7 @@ class LogprobRows(NamedTuple):
         logprobs = logits.log_softmax(dim=-1)
         chosen = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > chosen).sum(dim=-1) + 1
-        top = torch.topk(logprobs, num_top, dim=-1)
-        return cls(token_ids, chosen.squeeze(1), ranks, top.indices, top.values)
+        return cls(token_ids, chosen.squeeze(1), ranks, *_likeliest(logprobs, num_top))
 
     def to_host(self) -> LogprobRows:
         """As `device_copy.to_host`."""
@@ -210,3 +209,17 @@ class LogprobRows(NamedTuple):
             TokenLogprob(token_id, logprob, rank, tuple(zip(best_ids, best)))
             for token_id, logprob, rank, best_ids, best in zip(*(each.tolist() for each in self))
         ]
+
+
+def _likeliest(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Ids and logprobs of the likeliest tokens of each row, of equal ones the lowest ids first.
+
+    Logits in bf16 often have equal ones, and which of them `topk` finds depends on how many it is
+    asked for. So that is the same for all: what a request is told must not depend on the others.
+    """
+    if num_top == 0:
+        return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64), logprobs[:, :0]
+    ids = torch.topk(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]), dim=-1).indices
+    ids = ids.sort(dim=-1).values
+    best = logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(1, best.indices[:, :num_top]), best.values[:, :num_top]

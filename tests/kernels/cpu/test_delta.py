@@ -11,7 +11,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from penstock.kernels import delta_types
 from penstock.kernels.cpu import native
-from penstock.kernels.delta import gate_mul_, gated_delta
+from penstock.kernels.delta import gate_mul_, gated_delta, sigmoid
 from penstock.kernels.delta_types import DeltaState, DeltaWeights, StateRows
 from penstock.workers.families import linear_attention
 
@@ -197,3 +197,18 @@ def test_the_gate_of_an_attention(backend, dtype):
     )
     torch.testing.assert_close(gate_mul_(x, gate), expected, **near)
     assert torch.equal(gate_mul_(x[2:3].clone(), gate[2:3]), gate_mul_(x, gate)[2:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sigmoid_has_the_same_bits_among_any_rows(dtype):
+    if native.bound.library is None:
+        pytest.skip("PyTorch's has not")
+    x = 3 * torch.randn(300, 5).to(dtype)
+    whole = sigmoid(x)
+    torch.testing.assert_close(whole, x.double().sigmoid().to(dtype), rtol=1e-6, atol=1e-6)
+    for begin, end in ((0, 1), (7, 8), (3, 20), (100, 300), (299, 300)):
+        assert torch.equal(sigmoid(x[begin:end]), whole[begin:end])
+    into = torch.full_like(x, float("nan"))
+    assert sigmoid(x, into) is into and torch.equal(into, whole)
+    columns = torch.randn(9, 12).to(dtype)
+    assert torch.equal(sigmoid(columns[:, 4:9]), sigmoid(columns[:, 4:9].contiguous()))

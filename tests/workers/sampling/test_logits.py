@@ -145,6 +145,22 @@ def test_logprobs_and_ranks(logits):
     assert [i for i, _ in found.top] == order[:5].tolist()
 
 
+@pytest.mark.parametrize("size", [3, 19, 199, 5000])
+def test_equal_logprobs_go_by_id_however_many_are_asked_for(size):
+    """Of five kinds of logits, so that most are equal; each kind has up to 20 tokens or many."""
+    logits = torch.randint(5, (7, size), generator=torch.Generator().manual_seed(size)).float()
+    logits[:, :18] += 10
+    likeliest = logits.sort(dim=-1, descending=True, stable=True).indices
+    for num_top in (0, 1, 2, 5, min(18, size)):
+        found = LogprobRows.of(logits, torch.zeros(7, dtype=torch.int64), num_top)
+        assert found.top_ids.tolist() == likeliest[:, :num_top].tolist()
+        assert torch.equal(found.top, logits.log_softmax(-1).gather(1, found.top_ids))
+    all_ids = LogprobRows.of(logits, torch.zeros(7, dtype=torch.int64), 20).top_ids
+    assert torch.equal(all_ids[:, :18], likeliest[:, :18])
+    alone = [LogprobRows.of(row[None], torch.zeros(1, dtype=torch.int64), 20) for row in logits]
+    assert torch.equal(torch.cat([each.top_ids for each in alone]), all_ids)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
