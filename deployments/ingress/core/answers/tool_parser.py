@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import pydantic_core
+
 from penstock.deployments.ingress.core.answers.tool_forms.form_parser import ToolParser
 from penstock.deployments.ingress.core.call import TextDelta
 from penstock.workers.request import FinishReason
@@ -20,7 +22,7 @@ class ToolCallReader:
     def __init__(self, parser: ToolParser, answer_id: str, *, is_parallel: bool):
         self._parser, self._answer_id = parser, answer_id
         self._is_parallel = is_parallel
-        self._has_calls = False
+        self._last_call, self._arguments = -1, ""  # the index of the last call, and its arguments
         self._blank: str | None = ""  # white space that all text so far is; None: it is more
 
     def read(self, piece: TextDelta) -> TextDelta:
@@ -32,10 +34,29 @@ class ToolCallReader:
             self._log_unread()
         if not self._is_parallel:
             calls = [call for call in calls if call.index == 0]
-        self._has_calls = self._has_calls or bool(calls)
+        for call in calls:
+            begun = self._arguments if call.index == self._last_call else ""
+            self._last_call, self._arguments = call.index, begun + call.arguments
         piece.text, piece.tool_calls = self._unless_blank(text, piece.finish_reason), calls
-        piece.ends_in_tool_calls = self._has_calls and piece.finish_reason is FinishReason.STOP
+        piece.ends_in_tool_calls = (
+            self._has_calls
+            and piece.finish_reason is FinishReason.STOP
+            and not (piece.stop_reason is not None and self._is_cut())
+        )
         return piece
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._last_call >= 0
+
+    def _is_cut(self) -> bool:
+        """Whether a stop string or token has ended the answer within the last call's arguments:
+        who reads "tool_calls" makes the calls."""
+        try:
+            pydantic_core.from_json(self._arguments)
+        except ValueError:
+            return True
+        return False
 
     def _unless_blank(self, text: str, finish: FinishReason | None) -> str:
         """`text`; white space waits until more follows, and goes if that is calls only."""

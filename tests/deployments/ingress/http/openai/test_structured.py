@@ -259,6 +259,19 @@ def test_calls_in_an_answer_are_found(streams: bool) -> None:
     assert json.loads(arguments) == {"city": "Köln"}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "reason"), [("Kö", "stop"), ('"arguments"', "stop"), ("\n</tool", "tool_calls")]
+)
+def test_a_stop_string_within_a_call_leaves_no_call_to_make(
+    stop: str, reason: str, streams: bool
+) -> None:
+    with scripted(SAID) as server:
+        answer = chat(server, tools=TOOLS, stream=streams, stop=[stop])
+    ending = answer[-1] if streams else answer
+    assert (ending.finish_reason, ending.stop_reason) == (reason, stop)
+
+
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_without_tools_it_is_text(fields: dict[str, Any]) -> None:
     with scripted(SAID) as server:
