@@ -158,7 +158,7 @@ TABLES: dict[str, Table] = {
     "slow-readers": Table(["slow-readers/epyc-zen5"], serving.slow_readers),
     "ablation": Table(["ablation/epyc-zen5"], serving.ablation),
     "ablation-served": Table(["ablation/epyc-zen5-served"], serving.served_ablation),
-    "planner": Table(["planner/epyc-zen4"], serving.planner),
+    "planner": Table(["planner/epyc-zen5"], serving.planner),
     "simulate-reasoning": _simulated("reasoning", "x86-64-saturation"),
     "simulate-overload": _simulated("overload", "x86-64-saturation"),
     "simulate-generous": _simulated("generous", "x86-64-generous"),
@@ -226,7 +226,7 @@ TABLES: dict[str, Table] = {
         memory.long_quality,
     ),
     "endless": Table(["endless/xeon-amx"], memory.endless),
-    "second-turn": Table(["second-turn/xeon-amx-smollm2"], memory.second_turn),
+    "second-turn": Table(["second-turn/epyc-zen5-smollm2"], memory.second_turn),
     "expert-quality": Table(
         ["expert-quality/xeon-avx512", "expert-quality/xeon-avx512-int4"], memory.expert_quality
     ),
