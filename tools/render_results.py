@@ -233,7 +233,7 @@ TABLES: dict[str, Table] = {
     "expert-accuracy": Table(["expert-accuracy/xeon-avx512"], memory.expert_accuracy),
     "expert-memory": Table(["expert-memory/xeon-avx512"], memory.expert_memory),
     "expert-speed": Table(["expert-speed/xeon-avx512"], memory.expert_speed),
-    "expert-auto": Table(["expert-speed/epyc-auto"], memory.expert_speed),
+    "expert-auto": Table(["expert-speed/epyc-zen5-auto"], memory.expert_speed),
     "expert-neurons": Table(["expert-speed/epyc-neurons"], memory.expert_speed),
     "expert-many": Table(["expert-speed/epyc-64", "expert-speed/epyc-128"], memory.expert_speed),
     "expert-many-late": Table(["expert-speed/epyc-128-late"], memory.expert_speed),
