@@ -16,7 +16,7 @@ LINEAR = ("qwen3_next", "qwen3_5_text")  # no drafts, no host memory
 WITH_SINKS = ("llama", "qwen3", "phi3", "smollm3", "mixtral", "qwen2_moe", "minimax_m2")
 WITH_ADAPTERS = ("llama", "qwen3", "phi3", "mixtral")
 FORMATS = ("fp32", "bf16", "int8", "int4", "nf4", "fp8")
-# Most tokens of a prompt, and of an answer: the longest request fits every pool of `_pool`.
+# Most tokens of a prompt, and of an answer: the longest request fits every pool of `_schedule`.
 MAX_PROMPT, MAX_NEW = 90, 80
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)  # of a request for an embedding
 

@@ -22,7 +22,8 @@ class ToolCallReader:
     def __init__(self, parser: ToolParser, answer_id: str, *, is_parallel: bool):
         self._parser, self._answer_id = parser, answer_id
         self._is_parallel = is_parallel
-        self._last_call, self._arguments = -1, ""  # the index of the last call, and its arguments
+        self._last_call = -1  # its index
+        self._arguments: list[str] = []  # of the last call, as they came
         self._blank: str | None = ""  # white space that all text so far is; None: it is more
 
     def read(self, piece: TextDelta) -> TextDelta:
@@ -35,8 +36,9 @@ class ToolCallReader:
         if not self._is_parallel:
             calls = [call for call in calls if call.index == 0]
         for call in calls:
-            begun = self._arguments if call.index == self._last_call else ""
-            self._last_call, self._arguments = call.index, begun + call.arguments
+            if call.index != self._last_call:
+                self._last_call, self._arguments = call.index, []
+            self._arguments.append(call.arguments)
         piece.text, piece.tool_calls = self._unless_blank(text, piece.finish_reason), calls
         piece.ends_in_tool_calls = (
             self._has_calls
@@ -53,7 +55,7 @@ class ToolCallReader:
         """Whether a stop string or token has ended the answer within the last call's arguments:
         who reads "tool_calls" makes the calls."""
         try:
-            pydantic_core.from_json(self._arguments)
+            pydantic_core.from_json("".join(self._arguments))
         except ValueError:
             return True
         return False
