@@ -82,7 +82,8 @@ def gated_delta(
 
 
 def gate_mul_(x: Tensor, gate: Tensor) -> Tensor:
-    """`x` [T, D] times the sigmoid of `gate` [T, D], in place; any stride over T."""
+    """`x` [T, D] times the sigmoid of `gate` [T, D], in place; any stride over T. `gate` may be
+    `x` itself: silu."""
     assert x.shape == gate.shape and x.dtype == gate.dtype and x.stride(1) == gate.stride(1) == 1
     return _backend(x).gate_mul_(x, gate)
 

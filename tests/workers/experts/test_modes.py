@@ -190,6 +190,20 @@ def test_sparse_has_the_same_bits_whatever_the_cache_does(
     model.routed.close()
 
 
+@pytest.mark.parametrize("score", ["gate", "up", "product"])
+def test_a_row_has_the_same_scores_among_any_others(score, thresholds):
+    """40 neurons an expert: no whole number of vectors."""
+    options = {"mode": "sparse", "thresholds": thresholds("qwen3_moe"), "score": score}
+    model = load("qwen3_moe", **options)
+    scores = model.routed.selector.scores
+    x = torch.randn(97, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    whole = scores.of(1, 2, x)
+    assert whole.shape == (97, 40) and (whole >= 0).all()
+    for num in (1, 3, 32):
+        assert torch.equal(torch.cat([scores.of(1, 2, part) for part in x.split(num)]), whole)
+    model.routed.close()
+
+
 @pytest.mark.parametrize("name", MOE)
 def test_streamed_uses_all_neurons(name, thresholds):
     """The model's logits but for the order of additions, whatever is selected; exact prompts."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
+from penstock.kernels.delta import gate_mul_
 from penstock.kernels.matmul import linear, pack_linear
 from penstock.kernels.neurons import dequantize_neurons
 from penstock.kernels.quant import WeightFormat, quantize_weight
@@ -65,7 +65,7 @@ class NeuronScores:
         found = linear(x, self._copies[layer, expert]).float()
         if self.kind == "up":
             return found.abs_()
-        gate = silu(found[:, : self.inner], inplace=True)
+        gate = silu_(found[:, : self.inner])
         return gate.abs() if self.kind == "gate" else gate.mul_(found[:, self.inner :]).abs_()
 
     def all_of(self, layer: int, expert: int, x: Tensor) -> dict[str, Tensor]:
@@ -77,8 +77,13 @@ class NeuronScores:
 def all_scores(gate_up: Tensor) -> dict[str, Tensor]:
     """Each kind of score, [n, inner], from the outputs of gate and up, [n, 2 * inner]."""
     gate, up = gate_up.chunk(2, dim=1)
-    gate = silu(gate)
+    gate = silu_(gate.clone())
     return {"gate": gate.abs(), "up": up.abs(), "product": (gate * up).abs()}
+
+
+def silu_(gate: Tensor) -> Tensor:
+    """x * sigmoid(x) of `gate` [n, D], in place. PyTorch's has other bits for another n."""
+    return gate_mul_(gate, gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
