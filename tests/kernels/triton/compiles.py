@@ -121,6 +121,7 @@ KERNELS = [
     ),
     (delta_triton._delta_kernel, DELTA, DELTA_SIZES, 8, 3),
     (delta_triton._gate_mul_kernel, {"x_ptr": "bf16", "gate_ptr": "bf16"}, {"TILE": 1024}, 4, 3),
+    (delta_triton._gate_mul_kernel, {"x_ptr": "fp32", "gate_ptr": "fp32"}, {"TILE": 1}, 4, 3),
     (
         rowwise_triton._combine_kernel,
         {"routed_ptr": "bf16", "places_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "bf16"},

@@ -81,3 +81,15 @@ def test_gate_mul(dtype):
     x, gate = torch.randn(3, 2 * 1100).to(dtype).to(DEVICE).split(1100, dim=1)
     expected = reference.gate_mul_(x.clone(), gate)
     torch.testing.assert_close(delta_triton.gate_mul_(x.clone(), gate), expected, **NEAR[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("columns", [1, 5, 160])
+def test_sigmoid_of_routers_and_silu_of_itself(dtype, columns):
+    """One column: the gate of a shared expert, behind the scores of the experts."""
+    scores = (3 * torch.randn(7, 4 + columns)).to(dtype).to(DEVICE)[:, 4:]
+    found = delta_triton.gate_mul_(torch.ones_like(scores), scores)
+    torch.testing.assert_close(found, scores.float().sigmoid().to(dtype), **NEAR[dtype])
+    twice = scores.clone()
+    expected = torch.nn.functional.silu(scores.float()).to(dtype)
+    torch.testing.assert_close(delta_triton.gate_mul_(twice, twice), expected, **NEAR[dtype])
