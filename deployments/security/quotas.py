@@ -21,13 +21,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.deployments.security.accounts import (
-    Account,
-    Kind,
-    account_kinds,
-    day_of,
-    reset_text,
-)
+from penstock.deployments.security.accounts import Account, Kind, account_kinds, day_of, reset_text
 from penstock.deployments.security.records import KeyRecord, QuotaLimits
 from penstock.deployments.state import rules
 from penstock.deployments.state.store import Bucket, StateError, Taken
@@ -86,7 +80,7 @@ class QuotaExceeded(Exception):
         self.retry_after_s = retry_after_s
         super().__init__(
             f"this key's tenant has used its {limit} {kind.what} a {kind.span}; try again in "
-            f"{reset_text(math.ceil(retry_after_s))}"
+            + reset_text(math.ceil(retry_after_s))
         )
 
 

@@ -214,8 +214,9 @@ class LogprobRows(NamedTuple):
 def _likeliest(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """Ids and logprobs of the likeliest tokens of each row, of equal ones the lowest ids first.
 
-    Logits in bf16 often have equal ones, and which of them `topk` finds depends on how many it is
-    asked for. So that is the same for all: what a request is told must not depend on the others.
+    Logits in bf16 often have equal ones, and which of them `topk` finds depends on its k. So k is
+    MAX_LOGPROBS whatever the step's largest `num_top` is: the tokens that one request lists must
+    not depend on the other requests of its step.
     """
     if num_top == 0:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64), logprobs[:, :0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.workers.request import Request, SamplingParams
@@ -27,7 +27,6 @@ class Scenario:
 
     rng: random.Random
     family: str
-    weights: str
     common: dict[str, Any]
     settings: dict[str, Any]
     requests: list[Request]
@@ -35,7 +34,6 @@ class Scenario:
     expert_slots: int | None
     arrival: float  # chance that the next request comes before a step
     abort: float  # chance that one is aborted after a step
-    sinks: dict[str, Any] = field(default_factory=dict)
 
 
 def scenario(seed: int) -> Scenario:
@@ -64,7 +62,6 @@ def scenario(seed: int) -> Scenario:
     return Scenario(
         rng,
         family,
-        common["weights"],
         common,
         settings,
         _requests(rng, common, sinks),
@@ -72,7 +69,6 @@ def scenario(seed: int) -> Scenario:
         slots,
         arrival=rng.choice((0.1, 1.0, 1.0)),
         abort=rng.choice((0.0, 0.02, 0.08)),
-        sinks=sinks,
     )
 
 

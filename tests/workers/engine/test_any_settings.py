@@ -22,7 +22,7 @@ from penstock.workers.experts.build import ExpertSettings
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.loader import load_model
 from penstock.workers.request import Delta, FinishReason, Request
-from tests.workers.answers import ids_of, poison_released
+from tests.workers.answers import answers, ids_of, poison_released
 from tests.workers.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.workers.commit_rules import stays_by_chance
 from tests.workers.engine.scenario import Scenario, scenario
@@ -30,7 +30,8 @@ from tests.workers.speculation.draft_steps import AllSteps
 from tests.workers.speculation.proposers import Adversary, Mixed, Oracle, Widest
 
 if native.bound.library is None:
-    pytest.skip("PyTorch's products have other bits for other sizes", allow_module_level=True)
+    reason = "needs the native library: a row of PyTorch's products has other bits in other batches"
+    pytest.skip(reason, allow_module_level=True)
 
 PROPOSERS = {"right": Oracle, "wrong": Adversary, "mixed": Mixed}
 MAX_STEPS = 20_000
@@ -75,26 +76,22 @@ def alone(scene: Scenario, request: Request) -> Answer:
         **scene.common, num_blocks=1024 // scene.common["block_size"], prefix_cache=False,
         async_scheduling="off", cuda_graphs="off", speculate="off",
     )  # fmt: skip
-    engine = Engine(config, model_of(scene.family, scene.weights))
+    engine = Engine(config, model_of(scene.family, scene.common["weights"]))
     engine.arena.storage.fill_(0xFF)  # NaN
-    engine.add(request)
-    deltas = []
-    while engine.has_work():
-        deltas += engine.step()
-    return Answer.of(deltas)
+    return Answer.of(answers(engine, [request])[request.request_id])
 
 
 def engine_of(scene: Scenario, wanted: dict[str, Answer]) -> Engine:
     more: dict[str, Any] = {}
     if scene.drafts in PROPOSERS:
-        answers = {name: answer.ids for name, answer in wanted.items()}
-        more["speculation"] = PROPOSERS[scene.drafts](answers, VOCAB_SIZE), Widest()
+        right = {name: answer.ids for name, answer in wanted.items()}
+        more["speculation"] = PROPOSERS[scene.drafts](right, VOCAB_SIZE), Widest()
     elif scene.drafts == "model":
-        weights = scene.rng.choice((scene.weights, "int4"))
+        weights = scene.rng.choice((scene.common["weights"], "int4"))
         more |= {"draft": model_of(scene.family, weights), "draft_steps": AllSteps(scene.rng)}
     if scene.settings["kv_commit"] == "deferred" and scene.rng.random() < 0.5:
         more["commit_rule"] = stays_by_chance(scene.rng)
-    model = model_of(scene.family, scene.weights, scene.expert_slots)
+    model = model_of(scene.family, scene.common["weights"], scene.expert_slots)
     engine = Engine(EngineConfig(**scene.settings), model, **more)
     engine.arena.storage.fill_(0xFF)
     poison_released(engine)
