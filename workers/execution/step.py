@@ -33,12 +33,12 @@ class StepResult:
     after it one for each of the chunk's drafts.
 
     `prompt_logprobs`: by index of the chunk, those of the prompt tokens that follow its tokens.
-    `pooled`: by index of the chunk, fp32 [hidden], the sum of the hidden states that it adds.
+    `pooled`: by index of the chunk, fp64 [hidden], the sum of the hidden states that it adds.
     """
 
     sampled: list[Sampled]
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    pooled: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class PreparedStep:
 class StepOutput:
     """What a launch gives: tensors that may still be on their way, and host time by phase.
 
-    `prompt_logprobs`, and `pooled` fp32 [hidden]: by index of the chunk.
+    `prompt_logprobs`, and `pooled` fp64 [hidden]: by index of the chunk.
     """
 
     sampled: SampledRows | None  # None: no chunk samples

@@ -244,10 +244,9 @@ class Sequence:
             delta.num_skipped_neurons = self.num_skipped_neurons
         return delta
 
-    def pool(self, hidden: NDArray[np.float32]) -> None:
+    def pool(self, hidden: NDArray[np.float64]) -> None:
         """Add `hidden` [hidden], the sum over newly pooled tokens."""
-        added = hidden.astype(np.float64)
-        self.pooled = added if self.pooled is None else self.pooled + added
+        self.pooled = hidden if self.pooled is None else self.pooled + hidden
 
     def embedded(self) -> Delta:
         """All of the prompt is computed: the request's only delta, with its embedding."""
