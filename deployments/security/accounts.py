@@ -15,6 +15,7 @@ from penstock.deployments.state.store import Bucket
 DAY_S = 86400
 SPAN_S = {"minute": 60, "day": DAY_S}
 SLICES = 20  # an ingress takes a twentieth of a quota in advance
+DAY_KEPT_S = 2.0 * DAY_S  # a day's bucket, from its last take: clocks differ, answers end late
 KEPT_S = 60.0  # what was taken in advance and not used by then is forfeited: buckets fill again
 
 
@@ -46,14 +47,14 @@ def day_of(now_s: float) -> int:
 class Account:
     """Counts of one quota. Times are Unix time, in seconds, as the caller passes them."""
 
-    __slots__ = ("_held_s", "_level", "_prefix", "_seen_s", "day", "held", "kind", "limit", "name")
+    __slots__ = ("_held_s", "_level", "_seen_s", "day", "held", "kind", "limit", "name")
 
     def __init__(self, kind: Kind, tenant: str, limit: int, day: int):
         self.kind, self.limit = kind, limit
         self.day = day if kind.span == "day" else None
         # Another limit has another bucket: the level of the old one says nothing about it.
-        self._prefix = f"quota/{tenant}/{kind.what}/{kind.span}/{limit}"
-        self.name = self._prefix if self.day is None else f"{self._prefix}/{day}"
+        name = f"quota/{tenant}/{kind.what}/{kind.span}/{limit}"
+        self.name = name if self.day is None else f"{name}/{day}"
         self.held = 0.0
         self._level, self._seen_s, self._held_s = float(limit), 0.0, 0.0
 
@@ -66,14 +67,9 @@ class Account:
         """How much an ingress takes in advance: whole requests or tokens."""
         return float(self.limit // SLICES)
 
-    def earlier_names(self) -> list[str]:
-        """Names of the windows of days before yesterday, of a week."""
-        if self.day is None:
-            return []
-        return [f"{self._prefix}/{self.day - back}" for back in range(2, 9)]
-
     def bucket(self, cost: float) -> Bucket:
-        return Bucket(self.name, float(self.limit), self.refill_per_s, cost)
+        ttl_s = None if self.day is None else DAY_KEPT_S
+        return Bucket(self.name, float(self.limit), self.refill_per_s, cost, ttl_s)
 
     def saw(self, level: float, now_s: float) -> None:
         """The bucket's level after a take."""

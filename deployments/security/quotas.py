@@ -13,7 +13,6 @@ in memory, with the whole quota.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -30,6 +29,7 @@ from penstock.workers.errors import ConfigError
 log = logging.getLogger("penstock.security")
 
 BUDGET_S = 0.25  # longest wait for the store, of a request that needs it
+SWEPT_S = 3600.0  # so often, buckets in memory that have ended are forgotten
 AWAY_S = 2.0  # the store is not asked again for so long after it did not answer
 
 
@@ -51,10 +51,6 @@ class Buckets(Protocol):
         """Take each bucket's cost, or nothing from any. Raises StateError."""
         ...
 
-    async def delete(self, name: str, *, budget_s: float) -> None:
-        """Forget a bucket. Raises StateError."""
-        ...
-
 
 class MemoryBuckets:
     """Buckets of this process. `clock`: Unix time in seconds."""
@@ -62,15 +58,28 @@ class MemoryBuckets:
     def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
         self._levels: dict[str, rules.Level] = {}
+        self._ends_s: dict[str, float] = {}  # when each may be forgotten
+        self._swept_s = clock()
+
+    def __len__(self) -> int:
+        return len(self._levels)
 
     async def take(self, buckets: Sequence[Bucket], *, budget_s: float = 0.0) -> Taken:
+        now_s = self._clock()
+        if now_s - self._swept_s > SWEPT_S:
+            self._sweep(now_s)
         levels = [self._levels.get(bucket.name) for bucket in buckets]
-        taken, left = rules.draw(buckets, levels, self._clock())
-        self._levels.update((bucket.name, level) for bucket, level in zip(buckets, left))
+        taken, left = rules.draw(buckets, levels, now_s)
+        for bucket, level in zip(buckets, left):
+            ttl_s = rules.ttl_s(bucket, level[0])
+            self._levels[bucket.name] = level
+            self._ends_s[bucket.name] = math.inf if ttl_s is None else now_s + ttl_s
         return taken
 
-    async def delete(self, name: str, *, budget_s: float = 0.0) -> None:
-        self._levels.pop(name, None)
+    def _sweep(self, now_s: float) -> None:
+        self._swept_s = now_s
+        for name in [name for name, end_s in self._ends_s.items() if end_s <= now_s]:
+            del self._levels[name], self._ends_s[name]
 
 
 class QuotaExceeded(Exception):
@@ -129,9 +138,6 @@ class QuotaLimiter:
         async with known.lock:  # requests that come together share a slice
             now_s = self._clock()
             accounts = known.update(tenant, limits, now_s)
-            if known.day != day_of(now_s):
-                known.day = day_of(now_s)
-                self._begin(known, self._forget_days(accounts))
             costs = [num_tokens if each.kind.what == "tokens" else 1 for each in accounts]
             check_size(limits, num_tokens)
             await self._pay(accounts, costs, now_s)
@@ -232,14 +238,6 @@ class QuotaLimiter:
                     taken = await self._take([account.bucket(-spare)], now_s)
                     account.saw(taken.levels[0], now_s)
 
-    async def _forget_days(self, accounts: Sequence[Account]) -> None:
-        """Remove the windows of earlier days, but for yesterday's: clocks differ."""
-        for name in [name for account in accounts for name in account.earlier_names()]:
-            await self._own.delete(name)
-            if self._shared is not None:
-                with contextlib.suppress(StateError):
-                    await self._shared.delete(name, budget_s=BUDGET_S)
-
     def settled(self, tenant: str, accounts: Iterable[Account], spare: float) -> None:
         """A request of this tenant has not used so much of its reservation; negative: it has used
         more."""
@@ -260,7 +258,6 @@ class _Tenant:
         self.lock = asyncio.Lock()
         self.accounts: dict[str, Account] = {}  # by the name of the bucket
         self.tasks: set[asyncio.Future[None]] = set()
-        self.day = -1  # of the last reservation
 
     def update(self, tenant: str, limits: QuotaLimits, now_s: float) -> list[Account]:
         """The accounts of the quotas as they are now; a new day or another limit has a new one."""

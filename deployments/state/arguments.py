@@ -75,6 +75,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
             raise ValueError(
                 f"refill_per_s of {bucket.name} must be 0 or more; got {bucket.refill_per_s}"
             )
+        check_ttl(bucket.ttl_s)
         if not -MAX_INDEX <= bucket.cost <= MAX_INDEX:
             raise ValueError(f"cost of {bucket.name} must be finite; got {bucket.cost}")
 

@@ -82,8 +82,9 @@ def _wait_s(bucket: Bucket, level: float) -> float:
     return (bucket.cost - level) / bucket.refill_per_s
 
 
-def full_after_s(bucket: Bucket, level: float) -> float | None:
-    """When a bucket is full again, and can be forgotten; None: never."""
+def ttl_s(bucket: Bucket, level: float) -> float | None:
+    """Seconds until a bucket can be forgotten: it is full again, or its own have passed; None: it
+    is kept."""
     if bucket.refill_per_s == 0:
-        return None
+        return bucket.ttl_s
     return (bucket.capacity - level) / bucket.refill_per_s + 1.0

@@ -81,12 +81,15 @@ class Bucket:
     """One bucket of a take: it holds `capacity` tokens at most, and is full at its first use.
 
     cost: tokens to take; negative: tokens to give back.
+    ttl_s: of a bucket that does not fill: seconds from its last take until it is forgotten, and
+    full; None: it is kept. One that fills is forgotten once it is full.
     """
 
     name: str
     capacity: float
     refill_per_s: float
     cost: float = 1.0
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,15 +183,15 @@ def read(db: sqlite3.Connection, name: str, start: int, limit: int, now_s: float
 
 
 def take(db: sqlite3.Connection, buckets: Sequence[Bucket], now_s: float) -> Taken:
-    sql = "SELECT level, at FROM bucket WHERE name=?"
-    levels = [db.execute(sql, (bucket.name,)).fetchone() for bucket in buckets]
+    sql = "SELECT level, at FROM bucket WHERE name=? AND (expires IS NULL OR expires>?)"
+    levels = [db.execute(sql, (bucket.name, now_s)).fetchone() for bucket in buckets]
     taken, left = rules.draw(buckets, levels, now_s)
     if taken.is_granted or any(each is not None and each[1] > now_s for each in levels):
         for bucket, (level, at_s) in zip(buckets, left):
-            full_s = rules.full_after_s(bucket, level)
+            ttl_s = rules.ttl_s(bucket, level)
             db.execute(
                 "INSERT OR REPLACE INTO bucket VALUES (?,?,?,?)",
-                (bucket.name, level, at_s, None if full_s is None else at_s + full_s),
+                (bucket.name, level, at_s, None if ttl_s is None else at_s + ttl_s),
             )
     return taken
 

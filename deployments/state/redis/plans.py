@@ -146,8 +146,16 @@ def take(keys: Keys, buckets: Sequence[Bucket]) -> Plan[Taken]:
         for bucket in buckets
         for number in (bucket.capacity, bucket.refill_per_s, bucket.cost)
     ]
-    call = ("FCALL", "penstock_take_1", len(names), *names, *numbers)
-    wait_s, *levels = map(float, checked((yield [call])[0]))
+    commands: list[Command] = [("FCALL", "penstock_take_1", len(names), *names, *numbers)]
+    commands += [  # the function keeps what does not fill
+        ("PEXPIRE", name, milliseconds(bucket.ttl_s))
+        for name, bucket in zip(names, buckets)
+        if bucket.refill_per_s == 0 and bucket.ttl_s is not None
+    ]
+    taken, *expiries = yield commands
+    for each in expiries:
+        checked(each)
+    wait_s, *levels = map(float, checked(taken))
     return Taken(wait_s == 0, wait_s, tuple(levels))
 
 

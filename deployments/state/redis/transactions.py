@@ -95,7 +95,7 @@ def take(keys: Keys, buckets: Sequence[Bucket]) -> Plan[Taken]:
         commands: list[Command] = []
         for name, bucket, (level, at_s) in zip(names, buckets, left):
             commands.append(("HSET", name, "level", repr(level), "at", repr(at_s)))
-            commands.append(_live(name, rules.full_after_s(bucket, level)))
+            commands.append(_live(name, rules.ttl_s(bucket, level)))
         if (yield from _write(commands)):
             return taken
     raise _busy(buckets[0].name)

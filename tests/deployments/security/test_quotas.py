@@ -244,6 +244,24 @@ def test_slices_spare_most_calls_and_nothing_of_the_quota_is_lost() -> None:
     asyncio.run(scenario())
 
 
+def test_buckets_in_memory_of_tenants_that_never_come_again_are_forgotten() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        buckets = MemoryBuckets(clock)
+        limiter = QuotaLimiter(buckets, clock=clock)
+        limits = QuotaLimits(requests_per_minute=10, tokens_per_day=1000)
+        for n in range(100):
+            await limiter.reserve(f"tenant-{n}", limits, 10)
+        clock.now_s += DAY_S
+        await limiter.reserve("another", limits, 10)
+        assert len(buckets) == 100 + 2  # of minutes none but its own
+        clock.now_s += 1.5 * DAY_S
+        await limiter.reserve("another", limits, 10)
+        assert len(buckets) == 1 + 2
+
+    asyncio.run(scenario())
+
+
 def test_what_was_taken_in_advance_is_forfeited_after_a_quiet_minute() -> None:
     async def scenario() -> None:
         clock, limits = Clock(), QuotaLimits(requests_per_minute=1000)
@@ -328,6 +346,15 @@ def test_two_ingresses_over_one_redis_share_a_quota(server: RedisServer) -> None
         assert len(await spent(third, limits, 10)) <= 2 * (time.monotonic() - began_s) + 6
 
     redis_backend(server).run(scenario, num=2)
+
+
+def test_redis_forgets_a_day_of_a_tenant_that_never_comes_again(server: RedisServer) -> None:
+    async def scenario(store: Store) -> None:
+        await QuotaLimiter(store).reserve("gone", QuotaLimits(tokens_per_day=1000), 10)
+
+    redis_backend(server).run(scenario)
+    (key,) = server.ask("KEYS", "*quota/gone/*")
+    assert 2 * DAY_S - 60 < server.ask("TTL", key) <= 2 * DAY_S
 
 
 def test_tokens_that_were_not_used_go_back_to_all_ingresses(server: RedisServer) -> None:

@@ -263,6 +263,23 @@ def test_a_bucket_fills_with_time(backend):
     backend.run(scenario)
 
 
+def test_a_bucket_that_does_not_fill_is_forgotten_after_its_time(backend):
+    async def scenario(store):
+        async def level(name, cost, ttl_s):
+            (left,) = (await store.take([Bucket(name, 10, 0, cost, ttl_s)], **BUDGET)).levels
+            return left
+
+        assert (await level("day", 4, 0.4), await level("kept", 4, None)) == (6, 6)
+        await asyncio.sleep(0.25)
+        assert await level("day", 1, 0.4) == 5  # and it lives 0.4 s from now
+        await asyncio.sleep(0.25)
+        assert await level("day", 0, 0.4) == 5
+        await asyncio.sleep(0.45)
+        assert (await level("day", 1, 0.4), await level("kept", 1, None)) == (9, 5)
+
+    backend.run(scenario)
+
+
 def test_of_two_clients_that_put_at_once_one_wins(backend):
     async def scenario(*stores):
         async def claim(store, name):
@@ -383,6 +400,7 @@ def test_bad_arguments_are_named(backend):
             (store.take([Bucket("a", 0, 1)], **BUDGET), "capacity"),
             (store.take([Bucket("a", 1, -1)], **BUDGET), "refill_per_s"),
             (store.take([Bucket("a", 1, 1, float("nan"))], **BUDGET), "cost"),
+            (store.take([Bucket("a", 1, 0, 1, 0.0)], **BUDGET), "ttl_s"),
             (store.delete("a", expect=-1, **BUDGET), "expect"),
         ]
         for call, word in bad:
