@@ -102,6 +102,11 @@ class GateServer(gate_pb2_grpc.GateServicer):
             await asyncio.sleep(0)
         await self._snapshots.save(self.service.setup, self.service.learner)
 
+    @property
+    def snapshot_fault(self) -> str:
+        """Why what was learnt is not kept now; empty: it is."""
+        return self._snapshots.fault
+
     async def pid(self) -> int:
         return os.getpid()
 
@@ -296,6 +301,7 @@ class GateServer(gate_pb2_grpc.GateServicer):
             await asyncio.sleep(BEAT_S)
             service = self.service
             figures = service.figures()
+            figures.snapshot_fault = self.snapshot_fault
             for link in self._links.values():
                 link.message.figures.CopyFrom(figures)
                 link.filled.set()

@@ -23,6 +23,7 @@ from penstock.workers.errors import ConfigError
 log = logging.getLogger("penstock.gate")
 
 BUDGET_S = 2.0  # of each call to the store
+FILE, STORE = "file", "store"  # places
 
 
 class PredictorSnapshots:
@@ -34,7 +35,12 @@ class PredictorSnapshots:
         self._is_restored = False  # the store has answered: what is in it may be replaced
         self._num_saved = 0
         self._automatic: tuple[tuple[str, str], str | None] | None = None  # of whom, and its file
-        self._is_failing = False  # the file could not be written, and this was said
+        self._faults: dict[str, str] = {}  # why a place was not written, by place
+
+    @property
+    def fault(self) -> str:
+        """Why what was learnt is not kept now; empty: it is, or nothing was to be kept yet."""
+        return "; ".join(self._faults.values())
 
     def load(self, setup: GateSetup) -> LengthPredictor:
         """The predictor of the file; a new one if there is none."""
@@ -50,10 +56,11 @@ class PredictorSnapshots:
         return self._automatic[1]
 
     async def restore(self, setup: GateSetup, learner: GateLearner) -> None:
-        """Give the learner what the store has. Failures are logged."""
+        """Give the learner what the store has. Failures are logged, and in `fault`."""
         if setup.state != self._options:
             await self.close()
             self._options, self._is_restored = setup.state, False
+            self._faults.pop(STORE, None)  # it was another one, or there is none
         if self._options is None or self._is_restored:
             return
         try:
@@ -63,14 +70,17 @@ class PredictorSnapshots:
             self._is_restored = True
             if found is not None:
                 learner.predictor = await asyncio.to_thread(restore, found.value)
+            self._faults.pop(STORE, None)
         except (StateError, ConfigError, SnapshotError) as error:
-            log.warning("cannot take the predictor's snapshot from the state store: %s", error)
+            self._failed(STORE, f"cannot take the predictor from the state store: {error}")
 
     async def save(self, setup: GateSetup, learner: GateLearner) -> None:
-        """Save if something was learnt since the last time. Failures are logged."""
+        """Save if something was learnt since the last time. Failures are logged, and in `fault`."""
         await self.restore(setup, learner)  # if it failed so far: what is there is not overwritten
         store = self._store if self._is_restored else None
         file, num_learnt = self._file(setup), learner.num_learnt
+        if file is None:
+            self._faults.pop(FILE, None)  # settings have changed
         if num_learnt == self._num_saved or (file is None and store is None):
             return
         copied = copy.deepcopy(learner.predictor)  # the original learns meanwhile
@@ -81,21 +91,24 @@ class PredictorSnapshots:
             data = await asyncio.to_thread(snapshot, copied)
             try:
                 await store.put(setup.snapshot_key, data, budget_s=BUDGET_S)
+                self._faults.pop(STORE, None)
             except StateError as error:
-                log.warning("cannot save the predictor in the state store: %s", error)
-                self._num_saved = -1  # again at the next turn
+                self._failed(STORE, f"cannot save the predictor in the state store: {error}")
 
     async def _write(self, file: str, predictor: LengthPredictor) -> None:
-        """A failure is logged once, until it has passed."""
         try:
             await asyncio.to_thread(predictor_file.save, file, predictor)
-            self._is_failing = False
+            self._faults.pop(FILE, None)
         except OSError as error:
-            if not self._is_failing:
-                remedy = predictor_file.REMEDY
-                log.warning("cannot save the predictor to %s: %s; %s", file, error.strerror, remedy)
-            self._is_failing = True
-            self._num_saved = -1  # again at the next turn
+            remedy = predictor_file.REMEDY
+            self._failed(FILE, f"cannot save the predictor to {file}: {error.strerror}; {remedy}")
+
+    def _failed(self, place: str, fault: str) -> None:
+        """It is logged once, until it has passed."""
+        if place not in self._faults:
+            log.warning("%s", fault)
+        self._faults[place] = fault
+        self._num_saved = -1  # again at the next turn
 
     async def close(self) -> None:
         store, self._store = self._store, None

@@ -44,10 +44,18 @@ class WarningSources:
 
     def _of_gates(self) -> Iterator[OperatorWarning]:
         for each in self.models:
-            if each.gate is not None and not each.gate.answers:
-                of = f" of {each.config.model_name}" if len(self.models) > 1 else ""
+            if each.gate is None:
+                continue
+            of = f" of {each.config.model_name}" if len(self.models) > 1 else ""
+            if not each.gate.answers:
                 yield OperatorWarning(
                     f"the gate{of} does not answer: requests go to the least-loaded worker"
+                )
+            elif fault := each.gate.figures.snapshot_fault:
+                yield OperatorWarning(
+                    f"what the gate{of} learns about answer lengths is not kept: it is lost when "
+                    "the gate starts anew",
+                    fault,
                 )
 
     def _of_keys(self) -> Iterator[OperatorWarning]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from typing import Any
 
 import pytest
 
 from penstock.deployments.autoscale import feed
 from penstock.deployments.supervision.view import ClusterView, ScaleReport
+from tests.deployments.waiting import eventually
 
 
 class Registry:
@@ -30,13 +30,6 @@ class Registry:
 
 def num_threads() -> int:
     return sum(each.name == "penstock-load" for each in threading.enumerate())
-
-
-def eventually(condition: Any) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def use_feed() -> None:

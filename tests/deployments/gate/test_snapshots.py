@@ -85,11 +85,13 @@ def test_a_redis_that_is_away_at_the_start_is_not_overwritten(redis, monkeypatch
         await learn(server, 1)
         await server.save()
         away = predicted(server)
+        assert "cannot take the predictor from the state store" in server.snapshot_fault
         redis.start()
         async with asyncio.timeout(60):
             while not np.allclose(predicted(server), learnt, rtol=1e-5):
                 await asyncio.sleep(0.1)
                 await server.save()
+        assert server.snapshot_fault == ""
         await server.close()
         return away
 
@@ -136,12 +138,14 @@ def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
         server = GateServer(setup)
         await server.where(setup)
         await learn(server, 3)
+        assert server.snapshot_fault == ""
         for _ in range(3):
             await server.save()
         assert caplog.text.count("cannot save the predictor") == 1
-        assert "set predictor_file to" in caplog.text
+        assert "set predictor_file to" in caplog.text and server.snapshot_fault in caplog.text
         folder.mkdir()
         await server.save()
+        assert server.snapshot_fault == ""
         await server.close()
 
     asyncio.run(live())

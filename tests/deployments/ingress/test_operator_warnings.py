@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.deployments.config import config_from
+from penstock.deployments.gate.server import GateServer
+from penstock.deployments.gate.types import GateSetup
 from penstock.deployments.gate.wire import GateAddress
 from penstock.deployments.ingress.dispatch.gate_client import GateClient
 from penstock.deployments.ingress.dispatch.pool import WorkerPool
@@ -25,6 +27,8 @@ from penstock.deployments.security.watch import KeyFileWatch
 from penstock.deployments.state.factory import open_store
 from penstock.deployments.state.store import Store
 from penstock.deployments.supervision.view import OperatorWarning
+from penstock.protos.penstock.internal.v1 import gate_pb2 as pb
+from tests.deployments import waiting
 from tests.deployments.security.keys import key_of
 from tests.deployments.state.servers import RedisServer, redis_backend, until
 from tests.deployments.tls import certificates_of
@@ -104,6 +108,33 @@ def test_a_gate_that_is_not_there_is_said_with_its_model_where_there_are_several
         assert texts(sources(first)) == [f"the gate {away}"]
         assert texts(sources(second, first)) == [f"the gate of a {away}"]
         await asyncio.gather(first.pool.close(), second.pool.close())
+
+    run(scenario())
+
+
+def test_what_a_gate_learns_and_cannot_keep_is_said_until_it_can(tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "missing"
+    setup = GateSetup(host="127.0.0.1", snapshot_file=str(folder / "lengths.npz"))
+
+    async def scenario() -> None:
+        gate = GateServer(setup)
+        client = GateClient("x", lambda: gate.where(setup))
+        asking = asyncio.ensure_future(client.run())
+        of = sources(IngressModel(config_from({}), pool := WorkerPool("test"), client))
+        await waiting.until(lambda: client.answers)
+        ended = pb.Label(request_id="r", features=pb.Features(model="m"), length=30, ended="stop")
+        gate.service.learner.labels.append(ended)
+        assert of.now() == ()
+        await gate.save()
+        await waiting.until(of.now)
+        (warning,) = of.now()
+        assert "answer lengths is not kept" in warning.text
+        assert str(folder) in warning.detail and str(folder) not in warning.text
+        folder.mkdir()
+        await gate.save()
+        await waiting.until(lambda: not of.now())
+        asking.cancel()
+        await asyncio.gather(asking, pool.close(), gate.close(), return_exceptions=True)
 
     run(scenario())
 

@@ -27,6 +27,7 @@ from penstock.deployments.state.store import Store
 from penstock.workers.errors import ConfigError
 from tests.deployments.security.keys import key_of
 from tests.deployments.state.servers import RedisServer, redis_backend
+from tests.deployments.waiting import until
 
 START_S = 20_000 * DAY_S + 86_000.0  # soon before midnight
 
@@ -282,7 +283,7 @@ def test_a_late_answer_gives_back_what_it_did_not_use() -> None:
         clock.now_s += 200.0
         reservation.settle(100)
         assert limiter.status("acme", limits)[0].remaining == 900
-        await eventually(lambda: len(limiter._tenants["acme"].tasks) == 0)
+        await until(lambda: len(limiter._tenants["acme"].tasks) == 0)
         assert limiter.status("acme", limits)[0].remaining == 900
 
     asyncio.run(scenario())
@@ -366,7 +367,7 @@ def test_tokens_that_were_not_used_go_back_to_all_ingresses(server: RedisServer)
         assert len(reservations) == 10 and not await spent(second, limits, 1000)
         for each in reservations:
             each.settle(100)
-        await eventually(lambda: not first._tenants["acme"].tasks)  # all is in the store again
+        await until(lambda: not first._tenants["acme"].tasks)  # all is in the store again
         granted = await spent(second, limits, 1000)
         assert 8 <= len(granted) <= 9  # one slice of 500 stays where it is
         granted[0].settle(1500)  # beyond what was reserved: it is owed
@@ -374,12 +375,6 @@ def test_tokens_that_were_not_used_go_back_to_all_ingresses(server: RedisServer)
         assert len(rest) <= 5
 
     redis_backend(server).run(scenario, num=2)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_while_the_store_is_away_each_ingress_counts_alone(

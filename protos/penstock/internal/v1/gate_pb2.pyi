@@ -188,7 +188,7 @@ class Credits(_message.Message):
     def __init__(self, as_of: _Optional[int] = ..., epochs: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Figures(_message.Message):
-    __slots__ = ("epoch", "num_waiting", "num_admitted", "num_expired", "num_declined", "num_refused", "num_learnt", "levels", "coverage", "num_waits", "predicted_wait_s", "actual_wait_s", "wait_error_s", "num_preemptions", "num_completed", "retry_after_factor", "num_retry_after_in_time", "num_retry_after_late")
+    __slots__ = ("epoch", "num_waiting", "num_admitted", "num_expired", "num_declined", "num_refused", "num_learnt", "levels", "coverage", "num_waits", "predicted_wait_s", "actual_wait_s", "wait_error_s", "num_preemptions", "num_completed", "retry_after_factor", "num_retry_after_in_time", "num_retry_after_late", "snapshot_fault")
     class NumRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,7 @@ class Figures(_message.Message):
     RETRY_AFTER_FACTOR_FIELD_NUMBER: _ClassVar[int]
     NUM_RETRY_AFTER_IN_TIME_FIELD_NUMBER: _ClassVar[int]
     NUM_RETRY_AFTER_LATE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FAULT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_waiting: int
     num_admitted: int
@@ -232,7 +233,8 @@ class Figures(_message.Message):
     retry_after_factor: float
     num_retry_after_in_time: int
     num_retry_after_late: int
-    def __init__(self, epoch: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_admitted: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_declined: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., num_learnt: _Optional[int] = ..., levels: _Optional[_Iterable[float]] = ..., coverage: _Optional[_Iterable[float]] = ..., num_waits: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., actual_wait_s: _Optional[float] = ..., wait_error_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_completed: _Optional[int] = ..., retry_after_factor: _Optional[float] = ..., num_retry_after_in_time: _Optional[int] = ..., num_retry_after_late: _Optional[int] = ...) -> None: ...
+    snapshot_fault: str
+    def __init__(self, epoch: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_admitted: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_declined: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., num_learnt: _Optional[int] = ..., levels: _Optional[_Iterable[float]] = ..., coverage: _Optional[_Iterable[float]] = ..., num_waits: _Optional[int] = ..., predicted_wait_s: _Optional[float] = ..., actual_wait_s: _Optional[float] = ..., wait_error_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., num_completed: _Optional[int] = ..., retry_after_factor: _Optional[float] = ..., num_retry_after_in_time: _Optional[int] = ..., num_retry_after_late: _Optional[int] = ..., snapshot_fault: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("limit", "number")
