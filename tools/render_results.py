@@ -84,8 +84,6 @@ def _offline(name: str) -> Table:
 TABLES: dict[str, Table] = {
     "w1": _offline("epyc-zen5-w1"),
     "w2": _offline("epyc-zen5-w2"),
-    "w1-formats": _offline("epyc-zen5-w1-formats"),
-    "w2-formats": _offline("epyc-zen5-w2-formats"),
     "w1-xeon-amx": _offline("xeon-amx-w1"),
     "w2-xeon-amx": _offline("xeon-amx-w2"),
     "w1-xeon-avx512": _offline("xeon-avx512-w1"),

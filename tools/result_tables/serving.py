@@ -6,9 +6,6 @@ import statistics
 
 from tools.result_files import Result, fixed, markdown, medians, significant
 
-RATIO_DIGITS = 2
-MACHINES_OFFLINE = ("epyc-zen5-w1-formats", "xeon-amx-w1", "xeon-avx512-w1", "xeon-vnni-w1")
-
 
 def offline(result: Result) -> str:
     """Systems against transformers' `generate`: medians over the runs of one file."""
@@ -22,7 +19,7 @@ def offline(result: Result) -> str:
             fixed(row["first_token_ms"], 0, " ms") if is_alone else None,
             fixed(row["ms_per_token"], 1) if is_alone else None,
             fixed(row["tokens_per_s"], 1),
-            f"{row['tokens_per_s'] / base:.{RATIO_DIGITS}f}x",
+            f"{row['tokens_per_s'] / base:.2f}x",
         )
         for name, row in systems.items()
     ]
