@@ -119,6 +119,7 @@ def build_parts(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tokens_that_fit=memory.tokens_that_fit,
+        num_kept=memory.num_kept(config.max_num_batched_tokens),
         merges=config.merge_steps,
     )
     max_model_len = min(

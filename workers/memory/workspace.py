@@ -273,6 +273,11 @@ class StepMemory:
             return wanted
         return min(each.rows_in(lendable) for each in self._ranges)
 
+    def num_kept(self, most_rows: int) -> int:
+        """Blocks that admissions leave for steps of up to `most_rows` rows: what these borrow, and
+        at most a sixteenth of the pool, since more of it is worth more requests at a time."""
+        return min(self.blocks_for(most_rows), self.pool.num_blocks // 16)
+
     def free_rows(self, num_tokens: int) -> int:
         """Rows that a step of `num_tokens` can have more without borrowing further blocks."""
         known = self._free_rows.get(num_tokens)

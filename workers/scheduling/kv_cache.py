@@ -56,13 +56,14 @@ class KVCache:
         most = seq.context.full_tokens
         return seq.num_tokens if most is None else min(seq.num_tokens, most + self.block_size)
 
-    def admit(self, seq: Sequence) -> bool:
-        """Give `seq` the blocks that it needs to begin, prefix hits included, or change nothing."""
+    def admit(self, seq: Sequence, num_kept: int = 0) -> bool:
+        """Give `seq` the blocks that it needs to begin, prefix hits included, or change nothing.
+        `num_kept` blocks stay available."""
         if seq.block_table or seq.num_rolled_blocks:
             raise InvariantError("admitted with blocks")
         swapped = None if self.swap is None else self.swap.swapped(seq)
         if self.swap is not None and swapped is not None:
-            return self._admit_swapped(self.swap, seq, swapped)
+            return self._admit_swapped(self.swap, seq, swapped, num_kept)
         reusable = self.prefix_cache and seq.request.params.prompt_logprobs is None
         hit = self._find_prefix(seq) if reusable else Hit([], [], [])
         num_shared = len(hit.blocks)
@@ -77,7 +78,7 @@ class KVCache:
             begins = min(seq.num_tokens, num_found + self.block_size)
         num_new = self.blocks_for(begins) - hit.num_rolled - len(hit.blocks)
         num_revived = sum(self.pool.is_cached(b) for b in hit.blocks)
-        if num_new > self.pool.num_available - num_revived:
+        if num_new > self.pool.num_available - num_revived - num_kept:
             return False
         seq.content_keys = []
         for block_id in hit.blocks:
@@ -101,11 +102,14 @@ class KVCache:
             seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)
         return True
 
-    def _admit_swapped(self, swap: HostSwap, seq: Sequence, swapped: Swapped) -> bool:
+    def _admit_swapped(
+        self, swap: HostSwap, seq: Sequence, swapped: Swapped, num_kept: int
+    ) -> bool:
         """Give `seq` blocks for what it had, and for the tokens that it computes next."""
         computed = swapped.num_computed_tokens
         most = min(seq.num_tokens, computed + self.block_size)
-        if self.blocks_for(most) - swapped.num_rolled_blocks > self.pool.num_available:
+        num_new = self.blocks_for(most) - swapped.num_rolled_blocks
+        if num_new > self.pool.num_available - num_kept:
             return False
         held = swap.hold(seq)  # else blocks that `grow` evicts could replace it in host memory
         seq.num_rolled_blocks = swapped.num_rolled_blocks

@@ -33,8 +33,9 @@ class Scheduler:
     With a `deferral`, a decoding sequence without a free block may first continue without one.
 
     `tokens_that_fit(n)`: how many of n tokens the activations of a step have room for, once the
-    step's blocks are taken; at least `max_num_seqs` of them. None: all. Without `merges`, a step
-    either prefills or decodes, and prefill goes first.
+    step's blocks are taken; at least `max_num_seqs` of them. None: all. While sequences run, an
+    admission leaves `num_kept` blocks: they serve those that run, and the activations of their
+    steps. Without `merges`, a step either prefills or decodes, and prefill goes first.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tokens_that_fit: Callable[[int], int] | None = None,
+        num_kept: int = 0,
         merges: bool = True,
     ):
         self.cache = cache
@@ -51,6 +53,7 @@ class Scheduler:
         self.deferral: Deferral | None = None
         self.drafting: Drafting | None = None
         self.tokens_that_fit = tokens_that_fit
+        self.num_kept = num_kept
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
@@ -84,7 +87,11 @@ class Scheduler:
         if len(self.running) + len(self.waiting) >= self.max_num_seqs:
             return False
         ahead = sum(self.cache.blocks_for(self.cache.tokens_to_begin(seq)) for seq in self.waiting)
-        return ahead + self.cache.blocks_for(num_tokens) <= self.cache.pool.num_available
+        num_needed = ahead + self.cache.blocks_for(num_tokens) + self._num_kept()
+        return num_needed <= self.cache.pool.num_available
+
+    def _num_kept(self) -> int:
+        return self.num_kept if self.running else 0
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out, and free its blocks once no step in flight uses them."""
@@ -279,7 +286,7 @@ class Scheduler:
     def _admit(self, budget: int, plan: Plan) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if not self.cache.admit(seq):
+            if not self.cache.admit(seq, self._num_kept()):
                 return
             self.waiting.popleft()
             seq.state = SequenceState.RUNNING

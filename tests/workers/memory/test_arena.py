@@ -391,6 +391,20 @@ def test_plan_fits_exactly_what_it_says():
         plan.views(10, torch.zeros(767, dtype=torch.uint8))
 
 
+def test_admissions_leave_what_the_largest_step_borrows_or_a_sixteenth_of_the_pool():
+    model = decoder_of("llama")
+    for most_rows, is_all in ((2048, False), (200, True)):
+        config = EngineConfig(
+            kv_cache_gb=8 / 1024, max_num_seqs=40, max_num_batched_tokens=most_rows
+        )
+        engine = Engine(config, model)
+        borrowed, sixteenth = engine.memory.blocks_for(most_rows), engine.arena.num_blocks // 16
+        assert (borrowed <= sixteenth) == is_all
+        assert engine.scheduler.num_kept == min(borrowed, sixteenth) > 0
+    apart = Engine(EngineConfig(kv_cache_gb=8 / 1024, activation_memory="separate"), model)
+    assert apart.scheduler.num_kept == 0
+
+
 def test_room_is_what_is_configured():
     """kv_cache_gb counts blocks, activations and logits together, in both modes."""
     model, budget = decoder_of("llama"), 8 * 2**20

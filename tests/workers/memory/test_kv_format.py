@@ -262,6 +262,7 @@ def test_the_same_bytes_admit_more(models):
     for kv, group in (("auto", "auto"), ("int8", "8")):
         layout = make_engine(model, kv=kv, kv_group=group).arena.layout
         engine = make_engine(model, kv=kv, kv_group=group, max_num_seqs=100,
+                             activation_memory="separate",  # no block is kept for activations
                              num_blocks=30 * 6144 // layout.block_bytes)  # fmt: skip
         for i in range(100):
             engine.add(Request(f"r{i}", tuple(random_prompt(4, i)), greedy(3)))

@@ -26,6 +26,7 @@ def make_scheduler(
     prefix_cache=True,
     num_tail=0,
     tokens_that_fit=None,
+    num_kept=0,
     merges=True,
 ):
     cache = KVCache(BlockPool(num_blocks, num_tail), BLOCK, prefix_cache=prefix_cache, salt=b"")
@@ -34,6 +35,7 @@ def make_scheduler(
         max_num_seqs=max_seqs,
         max_num_batched_tokens=budget,
         tokens_that_fit=tokens_that_fit,
+        num_kept=num_kept,
         merges=merges,
     )
 
@@ -81,6 +83,7 @@ def run_step(scheduler):
     budget=st.integers(1, 24),
     prefix_cache=st.booleans(),
     num_tail=st.integers(0, 6),
+    num_kept=st.integers(0, 4),
     tokens_a_block=st.sampled_from([None, 0, 1, 3]),
     arrivals=st.lists(
         st.tuples(st.integers(0, 5), st.integers(1, 16), st.integers(1, 8), st.integers(0, 1)),
@@ -91,8 +94,9 @@ def run_step(scheduler):
     merges=st.booleans(),
 )
 def test_everyone_finishes(
-    num_blocks, max_seqs, budget, prefix_cache, num_tail, tokens_a_block, arrivals, aborts, merges
-):
+    num_blocks, max_seqs, budget, prefix_cache, num_tail, num_kept, tokens_a_block, arrivals,
+    aborts, merges,
+):  # fmt: skip
     """Also where a step's activations take tail blocks for all but the first `max_seqs` tokens."""
 
     def tokens_that_fit(wanted):
@@ -105,6 +109,7 @@ def test_everyone_finishes(
         prefix_cache=prefix_cache,
         num_tail=num_tail,
         tokens_that_fit=None if tokens_a_block is None else tokens_that_fit,
+        num_kept=num_kept,
         merges=merges,
     )
     todo = [
@@ -172,6 +177,25 @@ def test_a_short_tail_cuts_the_youngest_chunks_and_keeps_their_blocks():
     plan, _ = run_step(scheduler)
     assert [(chunk.seq.order, chunk.length) for chunk in plan.chunks] == [(0, 1), (1, 10), (2, 12)]
     assert scheduler.num_shortened_steps == 2
+
+
+def test_an_admission_leaves_blocks_for_those_that_run_and_none_if_it_is_alone():
+    scheduler = make_scheduler(8, num_kept=2, prefix_cache=False)
+    first, second = make_seq(0, 28, 4), make_seq(1, 4, 12)
+    assert scheduler.has_room_for(28, first.context)
+    scheduler.add(first)
+    scheduler.add(second)
+    run_step(scheduler)
+    run_step(scheduler)
+    assert scheduler.running == [first] and len(first.block_table) == 7
+    assert scheduler.cache.pool.num_available == 1, "the kept blocks serve those that run"
+    assert not scheduler.has_room_for(4, second.context)
+    while scheduler.running == [first]:
+        run_step(scheduler)
+    run_step(scheduler)
+    assert scheduler.running == [second] and scheduler.num_preemptions == 0
+    assert scheduler.has_room_for(20, second.context)  # 5 of the 7 that are free
+    assert not scheduler.has_room_for(21, second.context)
 
 
 def test_youngest_is_preempted_and_resumes():
