@@ -213,7 +213,7 @@ TABLES: dict[str, Table] = {
     ),
     "kv-attention": Table(["kv-attention/xeon-avx512"], memory.kv_attention),
     "pressure": Table(["pressure/x86-64"], memory.pressure),
-    "memory-where": Table(["memory-where/epyc-zen4"], where.memory_where),
+    "memory-where": Table(["memory-where/epyc-zen5"], where.memory_where),
     "deferral-map": Table(["deferral-map/roofline"], memory.deferral_map),
     "streaming-quality": Table(["streaming-quality/xeon"], memory.streaming_quality),
     "streaming-quality-smollm2": Table(
