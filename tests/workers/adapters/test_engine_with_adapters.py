@@ -116,7 +116,7 @@ def test_eight_adapters_and_the_base_in_one_batch_answer_as_merged_checkpoints()
     "settings",
     [
         {"max_num_batched_tokens": 16},  # chunks
-        {"num_blocks": 40, "kv_commit": "eager"},  # preemption
+        {"num_blocks": 43, "kv_commit": "eager"},  # preemption
         {"kv_commit": "deferred", "kv_defer_mode": "always", "ridge_tokens": 64},
         {"merge_steps": False},
         {"num_blocks": 40, "host_kv_gb": 0.01, "kv_restore": "load"},
