@@ -181,14 +181,15 @@ def test_a_worker_whose_queue_does_not_move(run, node):
 
 
 def test_a_continued_request_may_wait_anew_and_a_preempted_one_is_not_dropped(model):
-    engine = Engine(replace(ONE_SLOT, max_num_seqs=2, num_blocks=20, block_size=4), model)
+    engine = Engine(replace(ONE_SLOT, max_num_seqs=2, num_blocks=22, block_size=4), model)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     until_s = time.monotonic() + 60.0
     for name in ("old", "young"):
         engine.add(Request(name, tuple(range(3, 40)), params, wait_until_s=until_s))
     deltas = []
-    while not engine.stats().num_preemptions:
+    while engine.has_work() and not engine.stats().num_preemptions:
         deltas += engine.step()
+    assert engine.has_work(), "none was preempted"
     for sequence in engine._sequences.values():
         sequence.request = replace(sequence.request, wait_until_s=time.monotonic())
     while engine.has_work():
