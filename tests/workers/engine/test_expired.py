@@ -112,12 +112,14 @@ def test_all_that_waits_may_expire(clock: Clock) -> None:
 
 def test_what_was_preempted_and_expires_gives_up_its_place(clock: Clock) -> None:
     """Two sequences in a pool that is too small: the younger one is preempted, then too late."""
-    engine = new_engine(num_blocks=20, block_size=4)  # both prompts fit, and no block more
+    # Both prompts fit, and no block more: none is kept for activations.
+    engine = new_engine(num_blocks=20, block_size=4, activation_memory="separate")
     for each in (request("old"), request("young", remaining_s=100)):
         engine.add(each)
     deltas = []
-    while not engine.stats().num_preemptions:
+    while engine.has_work() and not engine.stats().num_preemptions:
         deltas += engine.step()
+    assert engine.has_work(), "none was preempted"
     clock.ahead_s = 200.0
     deltas += drain(engine)
     assert len(ids_of(deltas, "old")) == 8
