@@ -94,6 +94,7 @@ class PredictorSnapshots:
                 self._faults.pop(STORE, None)
             except StateError as error:
                 self._failed(STORE, f"cannot save the predictor in the state store: {error}")
+                self._num_saved = -1  # again at the next turn
 
     async def _write(self, file: str, predictor: LengthPredictor) -> None:
         try:
@@ -102,13 +103,13 @@ class PredictorSnapshots:
         except OSError as error:
             remedy = predictor_file.REMEDY
             self._failed(FILE, f"cannot save the predictor to {file}: {error.strerror}; {remedy}")
+            self._num_saved = -1  # again at the next turn
 
     def _failed(self, place: str, fault: str) -> None:
         """It is logged once, until it has passed."""
         if place not in self._faults:
             log.warning("%s", fault)
         self._faults[place] = fault
-        self._num_saved = -1  # again at the next turn
 
     async def close(self) -> None:
         store, self._store = self._store, None

@@ -199,7 +199,9 @@ def test_the_gate_of_an_attention(backend, dtype):
     assert torch.equal(gate_mul_(x[2:3].clone(), gate[2:3]), gate_mul_(x, gate)[2:3])
 
 
-@pytest.mark.skipif(native.bound.library is None, reason="tests the native library's sigmoid")
+@pytest.mark.skipif(
+    native.bound.library is None, reason="needs the native library: it tests its sigmoid"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sigmoid_has_the_same_bits_among_any_rows(dtype):
     x = 3 * torch.randn(300, 5).to(dtype)
